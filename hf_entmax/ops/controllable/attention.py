@@ -1,0 +1,351 @@
+"""The controllable mappings as attention: which may serve, how their options are given, and their fast path."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
+from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
+from hf_entmax.ops.controllable.modules import LEARNED_RANGES
+from hf_entmax.ops.simplex import as_rows
+
+HeadOption = float | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class MappingOption:
+    """One option of a mapping that serves as attention.
+
+    Args:
+        interval: the values allowed.
+        default: the value when it is not given.
+        learned_range: the open interval ``(lo, hi)`` of ``lo + (hi - lo) sigmoid(a)`` when it is learned per head.
+    """
+
+    interval: Interval
+    default: float
+    learned_range: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSetting:
+    """What a configuration says about one option.
+
+    Args:
+        name: the option.
+        learned: whether each head learns its own value.
+        value: the fixed value, or where learning starts.
+        bounds: ``(lo, hi)`` of the learned value; None when it is fixed.
+    """
+
+    name: str
+    learned: bool
+    value: float
+    bounds: tuple[float, float] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MappingSpec:
+    """A mapping that may serve as attention.
+
+    Args:
+        name: its name in ``hf_entmax.ops.controllable``.
+        options: its options by name.
+        description: one line.
+        weights: ``(scores, mask, **options) -> weights``; scores ``[B, H, T_q, T_k]``, mask None or bool (True = may
+            attend) and broadcastable, options numbers or tensors ``[H]``. Looks at no value, so waits for no device:
+            the options must have been validated.
+        as_scaled_sparsemax: options -> the factor ``c`` (number or ``[H]``) with ``mapping(z) = sparsemax(c z)``, or
+            None where there is no such number.
+    """
+
+    name: str
+    options: Mapping[str, MappingOption]
+    description: str
+    weights: Callable[..., Tensor]
+    as_scaled_sparsemax: Callable[[Mapping[str, HeadOption]], HeadOption | None]
+
+    def settings(self, options: Mapping[str, Any]) -> dict[str, OptionSetting]:
+        """Validate options as a configuration gives them.
+
+        Args:
+            options: for each option ``name`` a number or ``"learned"``; when learned, also ``name_init`` (where it
+                starts) and ``name_range`` (its open interval). What is not given takes its default.
+
+        Returns:
+            One setting for each option of the mapping.
+
+        Raises:
+            ValueError: if a key is unknown or a value is outside its range.
+            TypeError: if a value is of the wrong type.
+        """
+        known = [key for name in self.options for key in (name, f"{name}_init", f"{name}_range")]
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(f"mapping={self.name!r} has no options {unknown}; it has {known or 'none'}.")
+        return {name: _setting(name, option, options) for name, option in self.options.items()}
+
+    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Like ``settings``, but returns the options as plain values ready for JSON, defaults filled in."""
+        plain: dict[str, Any] = {}
+        for name, setting in self.settings(options).items():
+            plain[name] = "learned" if setting.learned else setting.value
+            if setting.learned and setting.bounds is not None:
+                plain |= {f"{name}_init": setting.value, f"{name}_range": list(setting.bounds)}
+        return plain
+
+
+def _setting(name: str, option: MappingOption, options: Mapping[str, Any]) -> OptionSetting:
+    value = options.get(name, option.default)
+    extras = [key for key in (f"{name}_init", f"{name}_range") if key in options]
+    if value != "learned":
+        if isinstance(value, str):
+            raise ValueError(f'{name}={value!r} is not allowed: give a number in {option.interval}, or "learned".')
+        if extras:
+            raise ValueError(f'{extras} belong to {name}="learned", but {name}={value} is fixed.')
+        return OptionSetting(name, False, option.interval.number(value), None)
+    bounds = options.get(f"{name}_range", option.learned_range)
+    try:
+        lo, hi = (float(end) for end in bounds)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}_range={bounds!r} must be two numbers (lo, hi).") from None
+    # A sigmoid never reaches the ends of its interval, so an open end of the domain may bound it; an infinite one not.
+    domain = option.interval
+    finite = math.isfinite(lo) and math.isfinite(hi)
+    if not (finite and domain.lower <= lo < hi <= domain.upper):
+        raise ValueError(
+            f"{name}_range={bounds!r} is not allowed: give finite (lo, hi) with lo < hi within {option.interval}."
+        )
+    inside = lo < option.default < hi
+    init = options.get(f"{name}_init", option.default if inside else (lo + hi) / 2)
+    init = option.interval.number(init)
+    if not lo < init < hi:
+        raise ValueError(f"{name}_init={init} is not allowed: a learned {name} starts strictly between {lo} and {hi}.")
+    return OptionSetting(name, True, init, (lo, hi))
+
+
+def _per_head(option: HeadOption, scores: Tensor) -> HeadOption:
+    """``[H]`` beside scores ``[..., H, T_q, T_k]``."""
+    if not isinstance(option, Tensor) or option.ndim == 0:
+        return option
+    if option.ndim == 1:
+        return option.view(-1, *(1,) * min(2, scores.ndim - 1))
+    return option
+
+
+def _sparsegen_weights(kind: str) -> Callable[..., Tensor]:
+    def weights(scores: Tensor, mask: Tensor | None = None, *, lam: HeadOption = 0.0) -> Tensor:
+        rows, allowed = as_rows(scores, -1, mask)
+        return SparsegenFunction.apply(rows, allowed, _per_head(lam, scores), kind)  # type: ignore[return-value]
+
+    return weights
+
+
+def _hourglass_weights(scores: Tensor, mask: Tensor | None = None, *, q: HeadOption = 1.0) -> Tensor:
+    rows, allowed = as_rows(scores, -1, mask)
+    return HourglassFunction.apply(rows, allowed, _per_head(q, scores), True)  # type: ignore[return-value]
+
+
+def _softmax_weights(scores: Tensor, mask: Tensor | None = None, *, temperature: HeadOption = 1.0) -> Tensor:
+    rows, allowed = as_rows(scores, -1, mask)
+    return TemperedSoftmaxFunction.apply(rows, allowed, _per_head(temperature, scores))  # type: ignore[return-value]
+
+
+_LAM = MappingOption(LAM, 0.0, LEARNED_RANGES["lam"])
+# As attention q = 0 is excluded: a row of scores may well sum to zero, where sum normalization++ is not defined.
+_Q = MappingOption(dataclasses.replace(Q, lower_open=True, upper_open=True), 1.0, LEARNED_RANGES["q"])
+_TEMPERATURE = MappingOption(TEMPERATURE, 1.0, LEARNED_RANGES["temperature"])
+
+
+def _no_scale(options: Mapping[str, HeadOption]) -> None:
+    return None
+
+
+ATTENTION_MAPPINGS: dict[str, MappingSpec] = {
+    spec.name: spec
+    for spec in (
+        MappingSpec(
+            "sparsegen_lin",
+            {"lam": _LAM},
+            "sparsemax(z / (1 - lam))",
+            _sparsegen_weights("lin"),
+            lambda options: 1.0 / (1.0 - options["lam"]),
+        ),
+        MappingSpec(
+            "sparsegen_exp", {"lam": _LAM}, "sparsemax(exp(z) / (1 - lam))", _sparsegen_weights("exp"), _no_scale
+        ),
+        MappingSpec("sparsegen_sq", {"lam": _LAM}, "sparsemax(z^2 / (1 - lam))", _sparsegen_weights("sq"), _no_scale),
+        MappingSpec(
+            "sparsehourglass", {"q": _Q}, "sparsemax((1 + K q) z / (|sum z| + K q))", _hourglass_weights, _no_scale
+        ),
+        MappingSpec("softmax", {"temperature": _TEMPERATURE}, "softmax(z / temperature)", _softmax_weights, _no_scale),
+    )
+}
+
+REFUSED_AS_ATTENTION: dict[str, str] = {
+    "sparsegen_log": "it is defined for scores > 0 only, and attention scores have both signs; use sparsegen_lin",
+    "sparsecone": "it is defined for sum(scores) > -K*q only; use sparsehourglass, which extends it to all scores",
+    "sum_normalization": "it is defined for scores >= 0 only; use sparsehourglass with a small q",
+    "sum_normalization_pp": "it is not defined where scores sum to 0; use sparsehourglass with a small q",
+    "spherical_softmax": "it is not defined where all scores are 0, as after a zero initialisation; use sparsegen_sq",
+}
+
+
+def attention_mapping(name: str) -> MappingSpec:
+    """The mapping of that name as attention.
+
+    Raises:
+        ValueError: if no mapping has that name, or it cannot serve as attention; the message says why.
+    """
+    if name in REFUSED_AS_ATTENTION:
+        raise ValueError(f"mapping={name!r} cannot serve as attention: {REFUSED_AS_ATTENTION[name]}.")
+    if name not in ATTENTION_MAPPINGS:
+        raise ValueError(f"mapping={name!r} is unknown: choose from {['entmax', *sorted(ATTENTION_MAPPINGS)]}.")
+    return ATTENTION_MAPPINGS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledScores:
+    """Arguments of a sparsemax attention that equals the attention under another mapping.
+
+    Args:
+        query: ``[B, H, T_q, D]``.
+        attention_mask: as given, scaled where it holds finite biases.
+        position_bias: scaled.
+    """
+
+    query: Tensor
+    attention_mask: Tensor | None
+    position_bias: Tensor | None
+
+
+def as_sparsemax_attention(
+    name: str,
+    options: Mapping[str, HeadOption],
+    query: Tensor,
+    key: Tensor,
+    *,
+    scaling: float | None = None,
+    attention_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> ScaledScores | None:
+    """Fold a mapping into the query, so that a fused sparsemax kernel computes it.
+
+    sparsegen_lin is sparsemax at scores scaled by ``1 / (1 - lam)``, sparsehourglass at scores scaled row by row with
+    ``a(z)``. A factor on a row of scores is a factor on its query (and on the biases of that row). The row sum that
+    ``a(z)`` needs is ``q . (sum of the visible keys)``, so no matrix of scores is formed. Everything is differentiable
+    by autograd, in the options too.
+
+    Args:
+        name: a name in ``ATTENTION_MAPPINGS``.
+        options: its options, numbers or tensors ``[H]``, validated.
+        query: ``[B, H, T_q, D]``.
+        key: ``[B, H_kv, T_k, D]``, ``H`` a multiple of ``H_kv``.
+        scaling: factor of ``q . k``; default ``D ** -0.5``.
+        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``.
+        position_bias: additive float, broadcastable to ``[B, H, T_q, T_k]``.
+        is_causal: bottom-right aligned causal limit.
+        sliding_window: ``w``: key j also needs ``j > i + T_k - T_q - w``.
+        softcap: a cap on the scores, which is not linear in the query.
+        key_padding_mask: bool ``[B, T_k]``, True = real key.
+
+    Returns:
+        What to hand to sparsemax attention (alpha = 2) in place of the arguments of the same name, all others
+        unchanged; None where the mapping is no scaled sparsemax (then compute the scores and use ``weights``).
+    """
+    spec = attention_mapping(name)
+    if softcap is not None:
+        return None
+    factor = spec.as_scaled_sparsemax(options)
+    if factor is not None:
+        rows = _per_head(factor, query)
+    elif name == "sparsehourglass":
+        total, count = _row_sums(
+            query, key, scaling, attention_mask, position_bias, is_causal, sliding_window, key_padding_mask
+        )
+        weight = count.clamp(min=1) * _per_head(options["q"], query)
+        rows = (1.0 + weight) / (total.abs() + weight)
+    else:
+        return None
+    wide = query.float() if query.dtype != torch.float64 else query
+    scaled_mask = attention_mask
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        masked = attention_mask < torch.finfo(attention_mask.dtype).min / 2
+        # The usual additive mask holds 0 and finfo.min only, and is right as it stands at any scale.
+        if torch.compiler.is_compiling() or not holds(masked | (attention_mask == 0)):
+            scaled_mask = torch.where(masked, attention_mask, attention_mask * rows)
+    return ScaledScores(
+        query=(wide * rows).to(query.dtype),
+        attention_mask=scaled_mask,
+        position_bias=None if position_bias is None else position_bias * rows,
+    )
+
+
+def _row_sums(
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Sum and number of the visible scores of each query, ``[B, H, T_q, 1]`` (or broadcastable to it)."""
+    (_, heads, n_query, width), n_key = query.shape, key.shape[-2]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    factor = width**-0.5 if scaling is None else scaling
+    keys = key.to(dtype)
+    if key_padding_mask is not None:
+        keys = keys * key_padding_mask[:, None, :, None]
+    end = torch.arange(n_query, device=query.device) + (n_key - n_query) + 1
+    if attention_mask is None and position_bias is None:
+        # Only limits by position: prefix sums of the keys, linear in the length.
+        real = torch.ones(1, 1, n_key, 1, dtype=dtype, device=query.device)
+        if key_padding_mask is not None:
+            real = key_padding_mask[:, None, :, None].to(dtype)
+        stop = end.clamp(0, n_key) if is_causal else torch.full_like(end, n_key)
+        start = (end - sliding_window).clamp(0, n_key) if sliding_window is not None else torch.zeros_like(end)
+        sums, counts = (
+            (prefix[..., stop, :] - prefix[..., torch.minimum(start, stop), :])
+            for prefix in (torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0)) for x in (keys, real))
+        )
+        bias = 0.0
+    else:
+        visible = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=query.device)
+        position = torch.arange(n_key, device=query.device)
+        if is_causal:
+            visible = visible & (position < end[:, None])
+        if sliding_window is not None:
+            visible = visible & (position >= end[:, None] - sliding_window)
+        if key_padding_mask is not None:
+            visible = visible & key_padding_mask[:, None, None, :]
+        biases = []
+        for term in (attention_mask, position_bias):
+            if term is None:
+                continue
+            if term.dtype == torch.bool:
+                visible = visible & term
+            else:
+                visible = visible & ~(term < torch.finfo(term.dtype).min / 2)
+                biases.append(term)
+        bias = sum((torch.where(visible, term, 0.0).to(dtype).sum(-1, keepdim=True) for term in biases), 0.0)
+        counts = visible.sum(-1, keepdim=True).to(dtype)
+        shared = visible if visible.shape[1] == 1 or key.shape[1] == heads else None
+        if shared is None:
+            keys = keys.repeat_interleave(heads // key.shape[1], dim=1)
+            shared = visible
+        sums = shared.to(dtype) @ keys
+    if sums.shape[1] not in (1, heads):
+        sums = sums.repeat_interleave(heads // sums.shape[1], dim=1)
+    total = (query.to(dtype) * sums).sum(-1, keepdim=True) * factor + bias
+    return total, counts

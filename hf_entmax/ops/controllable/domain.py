@@ -1,0 +1,115 @@
+"""The domains of the mappings and of their options, and the errors that name them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The range of one option.
+
+    Args:
+        name: the option's name.
+        lower: the lower end.
+        upper: the upper end.
+        lower_open: whether the lower end itself is excluded.
+        upper_open: whether the upper end itself is excluded.
+        meaning: what the option does, for messages and tables.
+    """
+
+    name: str
+    lower: float
+    upper: float
+    lower_open: bool
+    upper_open: bool
+    meaning: str
+
+    def __str__(self) -> str:
+        """Mathematical notation, e.g. ``(-inf, 1)``."""
+        return f"{'(' if self.lower_open else '['}{self.lower:g}, {self.upper:g}{')' if self.upper_open else ']'}"
+
+    def contains(self, value: float | Tensor) -> bool | Tensor:
+        """Whether ``value`` lies inside; element by element for a tensor (NaN never does)."""
+        above = value > self.lower if self.lower_open else value >= self.lower
+        below = value < self.upper if self.upper_open else value <= self.upper
+        return above & below
+
+    def error(self, value: object) -> ValueError:
+        """The error for a value outside."""
+        return ValueError(f"{self.name}={value} is not allowed: {self.name} must lie in {self} ({self.meaning}).")
+
+    def number(self, value: object) -> float:
+        """A plain number inside the interval.
+
+        Raises:
+            TypeError: if ``value`` is not a real number.
+            ValueError: if it lies outside.
+        """
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{self.name}={value!r} must be a real number in {self} ({self.meaning}).")
+        value = float(value)
+        if not self.contains(value):
+            raise self.error(value)
+        return value
+
+
+LAM = Interval("lam", -math.inf, 1.0, True, True, "towards 1 the output gets sparser, towards -inf uniform")
+Q = Interval("q", 0.0, math.inf, False, False, "0 is sum normalization, towards inf sparsemax")
+TEMPERATURE = Interval("temperature", 0.0, math.inf, True, True, "towards 0 the output gets more peaked")
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether ``condition`` is True everywhere, as far as this can be known.
+
+    Under ``torch.compile``, ``torch.func.vmap`` and on the meta device values cannot be looked at; the answer is then
+    True, and the mappings return finite numbers outside their domains too.
+    """
+    if torch.compiler.is_compiling() or condition.device.type == "meta":
+        return True
+    try:
+        return bool(condition.all())
+    except RuntimeError:  # vmap forbids control flow on values
+        return True
+
+
+def option(interval: Interval, value: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
+    """An option checked against its domain and laid out beside rows of scores.
+
+    Args:
+        interval: the domain.
+        value: a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim`` (one value
+            for each row, head, ...); its gradient flows.
+        scores: the scores as the caller gave them.
+        dim: the dimension to normalise.
+
+    Returns:
+        The number, or the tensor with ``dim`` moved last, of the same rank as ``scores``.
+
+    Raises:
+        TypeError: if ``value`` is neither a real number nor a floating-point tensor.
+        ValueError: if it lies outside its domain, or its shape does not fit.
+    """
+    if not isinstance(value, Tensor):
+        return interval.number(value)
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{interval.name} must be a floating-point tensor or a number, not a tensor of {value.dtype}.")
+    inside = interval.contains(value)
+    if not holds(inside):  # type: ignore[arg-type]
+        raise interval.error(value[~inside][:3].tolist())  # type: ignore[operator,index]
+    try:
+        fits = torch.broadcast_shapes(value.shape, scores.shape) == scores.shape
+    except RuntimeError:
+        fits = False
+    aligned = value.reshape((1,) * (scores.ndim - value.ndim) + value.shape) if fits else value
+    if not fits or aligned.shape[dim] != 1:
+        raise ValueError(
+            f"{interval.name} of shape {tuple(value.shape)} does not fit scores of shape {tuple(scores.shape)}: it "
+            f"must be broadcastable to them with size 1 along dim={dim}, the dimension that is normalised."
+        )
+    return aligned.movedim(dim, -1)
