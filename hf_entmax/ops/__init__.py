@@ -1,0 +1,16 @@
+"""Tensors in, tensors out: the mappings and attention. Depends on torch alone."""
+
+from hf_entmax.ops.attention import entmax_attention
+from hf_entmax.ops.backends import available_backends
+from hf_entmax.ops.mapping import Entmax, Entmax15, Sparsemax, entmax, entmax15, sparsemax
+
+__all__ = [
+    "Entmax",
+    "Entmax15",
+    "Sparsemax",
+    "available_backends",
+    "entmax",
+    "entmax15",
+    "entmax_attention",
+    "sparsemax",
+]

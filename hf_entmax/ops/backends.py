@@ -1,0 +1,105 @@
+"""Which implementation of attention runs here, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops import dense
+
+#: The names `backend` accepts.
+BACKENDS = ("auto", "torch", "numba", "triton")
+
+_KERNELS = {
+    "numba": ("hf_entmax.ops.numba_cpu", "numba", "pip install 'hf_entmax[cpu]'"),
+    "triton": ("hf_entmax.ops.triton_gpu", "triton", "pip install 'hf_entmax[gpu]'"),
+}
+_loaded: dict[str, ModuleType | str] = {}
+
+
+def available_backends() -> dict[str, str]:
+    """Say for every backend whether it can run here and, where not, why and what to do.
+
+    Returns:
+        A dict from backend name to a sentence that begins with "available" or "unavailable". Nothing heavy is imported.
+    """
+    report = {"torch": "available: the dense reference path, on every device and dtype"}
+    for name, description in (("numba", "CPU tensors"), ("triton", "CUDA tensors")):
+        reason = _missing(name)
+        report[name] = f"unavailable: {reason}" if reason else f"available: the fused kernel for {description}"
+    return report
+
+
+def _missing(name: str) -> str | None:
+    """Return why a kernel package cannot run on this machine, without importing its compiler."""
+    package, library, hint = _KERNELS[name]
+    if importlib.util.find_spec(library) is None:
+        return f"{library} is not installed ({hint})"
+    if name == "triton" and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not part of this installation"
+    loaded = _loaded.get(name)
+    return loaded if isinstance(loaded, str) else None
+
+
+def _kernel(name: str) -> ModuleType | str:
+    """Import a kernel package once; return it, or why it cannot be used."""
+    if name not in _loaded:
+        reason = _missing(name)
+        if reason is None:
+            try:
+                module = importlib.import_module(_KERNELS[name][0])
+            except ImportError as error:
+                reason = f"{_KERNELS[name][0]} cannot be imported: {error}"
+            else:
+                if hasattr(module, "attention") and hasattr(module, "unsupported"):
+                    _loaded[name] = module
+                    return module
+                reason = f"{_KERNELS[name][0]} has no attention kernel in this installation"
+        _loaded[name] = reason
+    return _loaded[name]
+
+
+def choose(name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: dict[str, Any]):
+    """Return the attention function to call.
+
+    Args:
+        name: one of `BACKENDS`.
+        query: the query tensor, whose device and dtype decide for ``auto``.
+        key: the key tensor.
+        value: the value tensor.
+        alpha: as in `entmax_attention`.
+        options: the keyword arguments of `entmax_attention` without ``backend``.
+
+    Returns:
+        A function ``(query, key, value, alpha, **options) -> (out, weights | None)``.
+
+    Raises:
+        ValueError: if ``name`` is unknown, or cannot run here or with these arguments (naming the argument).
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; the options are {', '.join(map(repr, BACKENDS))}.")
+    if name == "torch":
+        return dense.attention
+    if name == "auto":
+        candidate = {"cpu": "numba", "cuda": "triton"}.get(query.device.type)
+        if candidate is None:
+            return dense.attention
+        module = _kernel(candidate)
+        if isinstance(module, str) or module.unsupported(query, key, value, alpha, **options) is not None:
+            return dense.attention
+        return module.attention
+    module = _kernel(name)
+    reason = module if isinstance(module, str) else module.unsupported(query, key, value, alpha, **options)
+    if reason is not None:
+        raise ValueError(
+            f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."
+        )
+    assert isinstance(module, ModuleType)
+    return module.attention

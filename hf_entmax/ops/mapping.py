@@ -1,0 +1,295 @@
+r"""alpha-entmax, sparsemax and 1.5-entmax: functions, autograd Functions and modules.
+
+The layers of this file, from the inside out: `hf_entmax.ops.solve` finds probabilities, `hf_entmax.ops.gradients` pulls
+gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. For rows as long as a vocabulary,
+where almost all entries are certainly zero, see `hf_entmax.ops.candidates.entmax_candidates`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_entmax.ops.gradients import gradient_formula, gradient_rows
+from hf_entmax.ops.solve import compute_dtype, solve_rows
+
+
+class EntmaxFunction(torch.autograd.Function):
+    """Entmax of the rows of a matrix, differentiable in the scores and in ``u = alpha - 1``. See `entmax`."""
+
+    @staticmethod
+    def forward(rows: Tensor, u: float | Tensor) -> Tensor:
+        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``."""
+        if isinstance(u, Tensor):
+            u = _checked(u)
+        return solve_rows(rows, u)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the probabilities; nothing else of the size of the scores is needed."""
+        _, u = inputs
+        ctx.u = None if isinstance(u, Tensor) else u
+        saved = (output, u) if isinstance(u, Tensor) else (output,)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Pull the cotangent of the probabilities back to the scores and to ``u``."""
+        probs, u = ctx.saved_tensors if ctx.u is None else (*ctx.saved_tensors, ctx.u)
+        grad = grad_outputs[0]
+        with_alpha = ctx.needs_input_grad[1]
+        if torch.compiler.is_compiling():
+            return gradient_rows(probs, grad, u, with_alpha)
+        grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_alpha)
+        return grad_rows, (grad_u if with_alpha else None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor) -> tuple[Tensor, int]:
+        """Fold the mapped dimension into the rows."""
+        rows, u = _fold(info.batch_size, in_dims, (rows, u))
+        return EntmaxFunction.apply(rows, u).unflatten(0, (info.batch_size, -1)), 0
+
+
+class EntmaxGradientFunction(torch.autograd.Function):
+    """The backward pass of `EntmaxFunction` as a Function, so that it works in chunks and is still differentiable."""
+
+    @staticmethod
+    def forward(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor]:
+        """Return the gradients ``[R, d]`` and ``[R, 1]`` (empty unless ``with_alpha``)."""
+        grad_rows, grad_u = gradient_rows(probs, grad, u, with_alpha)
+        return grad_rows, grad_rows.new_empty((probs.shape[0], 0)) if grad_u is None else grad_u
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep the inputs for a second differentiation."""
+        probs, grad, u, with_alpha = inputs
+        ctx.u = None if isinstance(u, Tensor) else u
+        ctx.with_alpha = with_alpha
+        ctx.save_for_backward(*((probs, grad, u) if isinstance(u, Tensor) else (probs, grad)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        """Differentiate the closed form of the gradient once more."""
+        probs, grad, u = ctx.saved_tensors if ctx.u is None else (*ctx.saved_tensors, ctx.u)
+        primals = (probs, grad) if ctx.u is not None else (probs, grad, u)
+
+        def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+            value = tensors[2] if len(tensors) == 3 else u
+            grad_rows, grad_u = gradient_formula(tensors[0], tensors[1], value, ctx.with_alpha)
+            grad_rows = grad_rows.to(probs.dtype)
+            return (grad_rows,) if grad_u is None else (grad_rows, grad_u)
+
+        _, pull = torch.func.vjp(formula, *primals)
+        grads = pull(grad_outputs if ctx.with_alpha else grad_outputs[:1])
+        return grads[0], grads[1], (grads[2] if len(grads) == 3 else None), None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """Fold the mapped dimension into the rows."""
+        probs, grad, u = _fold(info.batch_size, in_dims[:3], (probs, grad, u))
+        outputs = EntmaxGradientFunction.apply(probs, grad, u, with_alpha)
+        grad_rows, grad_u = (output.unflatten(0, (info.batch_size, -1)) for output in outputs)
+        return (grad_rows, grad_u), (0, 0)
+
+
+def _fold(batch: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Flatten the mapped dimension of every tensor into its rows."""
+    folded = []
+    for value, dim in zip(values, in_dims, strict=True):
+        if isinstance(value, Tensor):
+            moved = value.unsqueeze(0).expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
+            value = moved.reshape(-1, value.shape[-1] if dim is None else moved.shape[-1])
+        folded.append(value)
+    return tuple(folded)
+
+
+def _checked(u: Tensor) -> Tensor:
+    """Refuse ``u < 0`` where looking at it is free; elsewhere turn it into NaN so that it cannot pass unseen."""
+    if u.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool((u >= 0).all()):
+            worst = float(u.detach().nan_to_num(nan=-math.inf).min()) + 1
+            raise ValueError(
+                f"alpha contains {'NaN' if math.isinf(worst) else worst}, but entmax is defined for alpha >= 1 "
+                "(1 is softmax, 2 sparsemax). Bound a learned alpha, for example by 1 + sigmoid(a)."
+            )
+        return u
+    return torch.where(u >= 0, u, torch.full_like(u, math.nan))
+
+
+def check_alpha(alpha: float) -> float:
+    """Return ``alpha`` as a float, or raise ValueError unless it is finite and at least 1."""
+    value = float(alpha)
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(f"alpha is {alpha}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax).")
+    return value
+
+
+def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    r"""Map scores to a sparse probability distribution by alpha-entmax.
+
+    .. math::
+
+        \operatorname{entmax}_\alpha(z) = \arg\max_{p \in \triangle} \; p \cdot z + H_\alpha(p)
+        = \left[1 + (\alpha - 1)(z - c)\right]_+^{1/(\alpha - 1)}
+
+    with the Tsallis entropy :math:`H_\alpha` and ``c`` such that the probabilities sum to 1. ``alpha = 1`` is exactly softmax,
+    ``alpha = 2`` is sparsemax; in between the distribution has exact zeros, the more of them the larger ``alpha``.
+
+    Args:
+        scores: floating tensor of any shape. Entries at or below ``finfo(dtype).min / 2`` (so ``-inf`` and
+            ``finfo.min``, with or without a bias) count as masked. NaN or ``+inf`` make their row NaN, as in softmax.
+        alpha: ``>= 1``; a float or a tensor broadcastable to ``scores`` with size 1 along ``dim``, for example ``[H, 1, 1]``
+            for scores ``[B, H, T_q, T_k]``.
+        dim: the dimension along which the probabilities sum to 1.
+        mask: optional bool tensor broadcastable to ``scores``; True marks entries that may receive mass.
+
+    Returns:
+        Probabilities in the shape and dtype of ``scores``. Half types are computed in float32 and rounded at the end. Where every
+        entry is masked the result (and its gradient) is 0.
+
+    Raises:
+        TypeError: if ``scores`` is not floating or ``mask`` not bool.
+        ValueError: if ``alpha`` is below 1 or NaN, or a shape does not fit. The values of an ``alpha`` on an accelerator, or
+            inside ``torch.compile``, are not looked at (that would wait for the device): rows with a wrong alpha become NaN.
+
+    Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under ``torch.func``.
+
+    Reference:
+        Peters, Niculae, Martins (2019), Sparse Sequence-to-Sequence Models, eq. 9 and 13;
+        Correia, Niculae, Martins (2019), Adaptively Sparse Transformers, proposition 1.
+    """
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"scores must be a floating tensor, not {given}.")
+    if scores.dim() == 0:
+        return entmax(scores.unsqueeze(0), alpha, 0, None if mask is None else mask.reshape(1)).squeeze(0)
+    if not -scores.dim() <= dim < scores.dim():
+        raise ValueError(
+            f"dim is {dim}, but scores of shape {tuple(scores.shape)} have dimensions up to {scores.dim() - 1}."
+        )
+    if mask is not None:
+        scores = _apply_mask(scores, mask)
+    u = _row_u(alpha, scores, dim)
+    moved = scores.movedim(dim, -1)
+    if scores.numel() == 0:
+        return scores.clone()
+    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u)
+    return probs.reshape(moved.shape).movedim(-1, dim)
+
+
+def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be a bool tensor (True = may receive mass), not {mask.dtype}.")
+    _check_broadcast("mask", mask, scores)
+    return scores.masked_fill(~mask, -math.inf)
+
+
+def _check_broadcast(name: str, tensor: Tensor, scores: Tensor) -> None:
+    padding = scores.dim() - tensor.dim()
+    fits = padding >= 0 and all(t in (1, s) for t, s in zip(tensor.shape, scores.shape[padding:], strict=True))
+    if not fits:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} cannot be broadcast to scores of shape {tuple(scores.shape)}."
+        )
+
+
+def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
+    """Return ``alpha - 1`` as a float or as one number per row, ``[R, 1]`` in the compute dtype."""
+    if not isinstance(alpha, Tensor):
+        return check_alpha(alpha) - 1
+    if not alpha.is_floating_point():
+        alpha = alpha.to(torch.get_default_dtype())
+    _check_broadcast("alpha", alpha, scores)
+    padded = alpha.reshape((1,) * (scores.dim() - alpha.dim()) + tuple(alpha.shape)).movedim(dim, -1)
+    if padded.shape[-1] != 1 and scores.shape[dim] != 1:
+        raise ValueError(
+            f"alpha of shape {tuple(alpha.shape)} varies along dim {dim} of scores {tuple(scores.shape)}; "
+            "one distribution has one alpha: its size along dim must be 1."
+        )
+    row_shape = scores.movedim(dim, -1).shape[:-1]
+    u = (padded - 1).to(device=scores.device, dtype=compute_dtype(scores.dtype))
+    return u.expand(*row_shape, 1).reshape(-1, 1)
+
+
+def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    r"""Project scores onto the simplex: :math:`\arg\min_{p \in \triangle} \|p - z\|_2`, which is entmax at ``alpha = 2``.
+
+    Args:
+        scores: as in `entmax`.
+        dim: as in `entmax`.
+        mask: as in `entmax`.
+
+    Returns:
+        Probabilities, as in `entmax`.
+
+    Reference:
+        Martins, Astudillo (2016), From Softmax to Sparsemax, eq. 1.
+    """
+    return entmax(scores, 2.0, dim, mask)
+
+
+def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """Map scores by entmax at ``alpha = 1.5``.
+
+    Args:
+        scores: as in `entmax`.
+        dim: as in `entmax`.
+        mask: as in `entmax`.
+
+    Returns:
+        Probabilities, as in `entmax`.
+
+    Reference:
+        Peters, Niculae, Martins (2019), algorithm 2.
+    """
+    return entmax(scores, 1.5, dim, mask)
+
+
+class Entmax(nn.Module):
+    """Module form of `entmax` with a fixed or a given alpha (it owns no parameter; pass one as ``alpha`` to learn it).
+
+    Args:
+        alpha: ``>= 1``; a float, or a tensor or parameter broadcastable to the scores (see `entmax`).
+        dim: the dimension along which the probabilities sum to 1.
+    """
+
+    alpha: float | Tensor
+
+    def __init__(self, alpha: float | Tensor = 1.5, dim: int = -1) -> None:
+        super().__init__()
+        if isinstance(alpha, nn.Parameter):
+            self.alpha = alpha
+        elif isinstance(alpha, Tensor):
+            self.register_buffer("alpha", alpha)
+        else:
+            self.alpha = check_alpha(alpha)
+        self.dim = dim
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the probabilities of ``scores``; ``mask`` as in `entmax`."""
+        return entmax(scores, self.alpha, self.dim, mask)
+
+    def extra_repr(self) -> str:
+        """Show alpha and dim."""
+        alpha = f"tensor{tuple(self.alpha.shape)}" if isinstance(self.alpha, Tensor) else self.alpha
+        return f"alpha={alpha}, dim={self.dim}"
+
+
+class Sparsemax(Entmax):
+    """Module form of `sparsemax`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(2.0, dim)
+
+
+class Entmax15(Entmax):
+    """Module form of `entmax15`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(1.5, dim)
