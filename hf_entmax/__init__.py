@@ -1,0 +1,86 @@
+"""Adaptive sparse attention for Hugging Face Transformers.
+
+``import hf_entmax`` registers the attention ``"hf_entmax"`` with Transformers and makes patched checkpoints loadable;
+models that are not patched are not touched. Everything else is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_entmax import _registration
+from hf_entmax._version import __version__
+
+if TYPE_CHECKING:
+    from hf_entmax import analysis, generation, losses, ops, training
+    from hf_entmax.config import EntmaxConfig
+    from hf_entmax.integration.patching import (
+        alphas,
+        entmax_config,
+        is_patched,
+        mapping_options,
+        patch_model,
+        set_alphas,
+        softmax_attention,
+        unpatch_model,
+    )
+    from hf_entmax.ops.backends import available_backends
+
+_LAZY = {
+    "EntmaxConfig": "hf_entmax.config",
+    "available_backends": "hf_entmax.ops.backends",
+    **dict.fromkeys(
+        [
+            "alphas",
+            "entmax_config",
+            "is_patched",
+            "mapping_options",
+            "patch_model",
+            "set_alphas",
+            "softmax_attention",
+            "unpatch_model",
+        ],
+        "hf_entmax.integration.patching",
+    ),
+}
+_NEEDS_TRANSFORMERS = "hf_entmax.integration"
+_SUBMODULES = ("analysis", "generation", "losses", "multilabel", "ops", "training")
+
+__all__ = [
+    "EntmaxConfig",
+    "__version__",
+    "alphas",
+    "analysis",
+    "available_backends",
+    "entmax_config",
+    "generation",
+    "is_patched",
+    "losses",
+    "mapping_options",
+    "ops",
+    "patch_model",
+    "set_alphas",
+    "softmax_attention",
+    "training",
+    "unpatch_model",
+]
+
+_registration.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"hf_entmax.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hf_entmax' has no attribute {name!r}; it has {__all__}")
+    module = _LAZY[name]
+    if module.startswith(_NEEDS_TRANSFORMERS):
+        _registration.ensure()
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

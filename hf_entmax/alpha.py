@@ -1,0 +1,158 @@
+"""The learnable numbers of the heads of one attention module: alpha, or the options of another mapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class BoundedHeads(nn.Module):
+    r"""One bounded number per head, ``value = lo + (hi - lo) * sigmoid(a)``.
+
+    For alpha and the range (1, 2) this is ``alpha = 1 + sigmoid(a)``, Correia et al. 2019, eq. 10. The number is
+    differentiable in ``a`` and can never leave its interval, whatever the optimiser does.
+
+    Args:
+        num_heads: number of query heads, H.
+        init: the value at the start, strictly inside ``bounds``, or ``"normal"`` for ``a ~ N(0, 1)``.
+        bounds: the open interval ``(lo, hi)``.
+        shared: all heads share one number.
+        keep_float32: stay float32 when the model is cast to a lower precision.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        init: float | str = 1.1,
+        bounds: tuple[float, float] = (1.0, 2.0),
+        *,
+        shared: bool = False,
+        keep_float32: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.init = init
+        self.bounds = bounds
+        self.keep_float32 = keep_float32
+        # A dtype only where float32 is promised: otherwise the default dtype of the surrounding model counts.
+        dtype = torch.float32 if keep_float32 else None
+        self.a = nn.Parameter(torch.empty(1 if shared else num_heads, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set ``a`` so that the value is ``init`` (or draw it)."""
+        with torch.no_grad():
+            if self.init == "normal":
+                self.a.normal_()
+            else:
+                lo, hi = self.bounds
+                share = (float(self.init) - lo) / (hi - lo)
+                self.a.fill_(math.log(share) - math.log1p(-share))
+
+    def forward(self) -> Tensor:
+        """The values, float32 ``[num_heads]``."""
+        lo, hi = self.bounds
+        return (lo + (hi - lo) * torch.sigmoid(self.a.float())).expand(self.num_heads)
+
+    def set_(self, values: Tensor | float) -> None:
+        """Set the values in place; those at or beyond a bound are moved just inside it.
+
+        Args:
+            values: a number, or ``[num_heads]`` (``[1]`` where the heads share one).
+        """
+        lo, hi = self.bounds
+        tiny = 1e-4
+        with torch.no_grad():
+            share = (torch.as_tensor(values, dtype=torch.float64, device=self.a.device) - lo) / (hi - lo)
+            self.a.copy_(torch.logit(share.clamp(tiny, 1 - tiny)).expand_as(self.a))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedHeads:
+        # `model.half()`, `model.to(torch.bfloat16)`: follow the device, keep the precision.
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or not self.keep_float32:
+                return moved
+            return tensor.to(moved.device)
+
+        return super()._apply(keep, recurse)
+
+    def extra_repr(self) -> str:
+        shared = ", shared" if self.a.numel() == 1 < self.num_heads else ""
+        return f"{self.num_heads}, bounds={self.bounds}, init={self.init}{shared}"
+
+
+class FixedHeads(nn.Module):
+    """The same number for all heads, not learned; a Python float, so that kernels can choose their exact branch.
+
+    Args:
+        num_heads: number of query heads, H.
+        value: the number.
+    """
+
+    def __init__(self, num_heads: int, value: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.value = float(value)
+
+    def forward(self) -> float:
+        """The value itself."""
+        return self.value
+
+    def set_(self, value: float) -> None:
+        """Change the value (schedules do so)."""
+        self.value = float(value)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}, value={self.value}"
+
+
+class TiedHeads(nn.Module):
+    """Heads that use the number of another attention module.
+
+    Args:
+        num_heads: number of query heads, H.
+        owner: the module that holds the one shared number. It is deliberately not registered as a child: the
+            parameter has one name in the checkpoint, that of its owner.
+    """
+
+    def __init__(self, num_heads: int, owner: BoundedHeads) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        object.__setattr__(self, "_owner", (owner,))
+
+    @property
+    def owner(self) -> BoundedHeads:
+        """The module that holds the shared number."""
+        return self._owner[0]  # type: ignore[index,return-value]
+
+    def forward(self) -> Tensor:
+        """The shared value, float32 ``[num_heads]``."""
+        return self.owner()[:1].expand(self.num_heads)
+
+    def set_(self, values: Tensor | float) -> None:
+        """Set the shared value."""
+        self.owner.set_(values)
+
+
+class MappingHeads(nn.Module):
+    """The options of a mapping other than entmax, one per head where they are learned.
+
+    Args:
+        mapping: name in ``hf_entmax.ops.controllable.ATTENTION_MAPPINGS``.
+        options: option name -> module giving a float or a tensor ``[num_heads]``.
+    """
+
+    def __init__(self, mapping: str, options: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.mapping = mapping
+        self.options = nn.ModuleDict(options)
+
+    def forward(self) -> dict[str, Tensor | float]:
+        """Option name -> value."""
+        return {name: module() for name, module in self.options.items()}
+
+
+Heads = BoundedHeads | FixedHeads | TiedHeads | MappingHeads

@@ -1,0 +1,202 @@
+"""``hf-entmax``: the quickstart, patching, analysis, benchmarks and a look at the installation, from the shell."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Adaptive sparse attention for Hugging Face Transformers.",
+)
+_console = Console()
+
+
+class Backend(str, Enum):
+    """Values of ``--backend``."""
+
+    auto = "auto"
+    torch = "torch"
+    numba = "numba"
+    triton = "triton"
+
+
+@app.command()
+def patch(
+    model: Annotated[str, typer.Argument(help="A Hub id or a directory.")],
+    out: Annotated[Path, typer.Option(help="Where the patched model is written; must be empty or new.")],
+    alpha: Annotated[str, typer.Option(help='"learned", or a fixed number >= 1.')] = "learned",
+    alpha_init: Annotated[str | None, typer.Option(help='Where learned alphas start: a number, or "normal".')] = None,
+    tie: Annotated[str, typer.Option(help="none, layer, site or model.")] = "none",
+    site: Annotated[list[str] | None, typer.Option(help="encoder_self, cross or decoder_self; repeatable; default all.")] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="Layer to patch, from 0; repeatable; default all.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Attention module to leave alone; repeatable.")] = None,
+    output_alpha: Annotated[float | None, typer.Option(help="Entmax loss and sparse generation at this alpha.")] = None,
+    mapping: Annotated[str, typer.Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
+    backend: Annotated[Backend, typer.Option(help="Who computes the attention.")] = Backend.auto,
+    auto_class: Annotated[
+        str | None, typer.Option(help="Class to load with, e.g. AutoModelForSeq2SeqLM; default: the checkpoint's own.")
+    ] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="Also push to this Hub id.")] = None,
+) -> None:
+    """Load a pretrained model, replace its softmax attention by entmax, and save it."""
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty: name a new directory, so that nothing is overwritten.")
+    from transformers import AutoTokenizer
+
+    import hf_entmax
+
+    options: dict[str, Any] = {"alpha": alpha if alpha == "learned" else _number("--alpha", alpha), "tie": tie, "mapping": mapping}
+    if alpha_init is not None:
+        options["alpha_init"] = alpha_init if alpha_init == "normal" else _number("--alpha-init", alpha_init)
+    optional = {"sites": tuple(site or ()), "layers": tuple(layer or ()), "exclude": tuple(exclude or ()), "output_alpha": output_alpha}
+    options |= {name: value for name, value in optional.items() if value not in ((), None)}
+    loaded = _load(model, auto_class)
+    hf_entmax.patch_model(loaded, backend=backend.value, **options)
+    loaded.save_pretrained(out)
+    try:
+        AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    except (OSError, ValueError) as error:
+        _console.print(f"[yellow]No tokenizer was copied:[/] {error}")
+    _console.print(_alpha_table(loaded, f"{type(loaded).__name__} in {out}"))
+    if push_to_hub:
+        loaded.push_to_hub(push_to_hub)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
+    import torch
+    import transformers
+
+    import hf_entmax
+
+    versions = Table(title="Versions")
+    versions.add_column("package")
+    versions.add_column("version")
+    versions.add_row("hf_entmax", hf_entmax.__version__)
+    versions.add_row("python", platform.python_version())
+    versions.add_row("torch", torch.__version__)
+    versions.add_row("transformers", transformers.__version__)
+    for package in ("accelerate", "peft", "numba", "triton", "matplotlib"):
+        versions.add_row(package, _version(package))
+    _console.print(versions)
+    backends = Table(title="Backends")
+    backends.add_column("backend")
+    backends.add_column("state")
+    for name, state in hf_entmax.available_backends().items():
+        backends.add_row(name, str(state))
+    _console.print(backends)
+    try:
+        _round_trip()
+    except Exception as error:
+        _console.print(f"[red]Patching a small model failed:[/] {type(error).__name__}: {error}")
+        raise typer.Exit(1) from error
+    _console.print("Patched, trained, saved and loaded a small model: [green]works[/].")
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Where model, figures and results are written.")] = Path("quickstart-output"),
+    model: Annotated[str | None, typer.Option(help="A pretrained encoder-decoder (Hub id or directory) instead of the small one.")] = None,
+    output_alpha: Annotated[float, typer.Option(help="alpha of the output loss; 1 is cross-entropy.")] = 1.5,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and split.")] = 0,
+) -> None:
+    """Patch, train, save, load and look at a model of English verbs: the whole path in a few minutes, offline."""
+    from hf_entmax.quickstart import run
+
+    run(out, model=model, output_alpha=output_alpha, seed=seed)
+
+
+def _load(model: str, auto_class: str | None) -> Any:
+    import transformers
+
+    if auto_class is None:
+        config = transformers.AutoConfig.from_pretrained(model)
+        names = getattr(config, "architectures", None) or []
+        if not names:
+            raise ValueError(f"The configuration of {model} names no architecture: give --auto-class, e.g. AutoModelForSeq2SeqLM.")
+        auto_class = names[0]
+    loader = getattr(transformers, str(auto_class), None)
+    if loader is None:
+        raise ValueError(f"transformers has no class {auto_class!r}: give --auto-class, e.g. AutoModelForCausalLM.")
+    return loader.from_pretrained(model)
+
+
+def _alpha_table(model: Any, title: str) -> Table:
+    import hf_entmax
+
+    table = Table(title=title)
+    for column in ("site", "layers", "heads", "alpha"):
+        table.add_column(column)
+    config = hf_entmax.entmax_config(model)
+    if config.mapping != "entmax":
+        table.add_row(config.mapping, "", "", str(dict(config.mapping_options)))
+        return table
+    for site, values in hf_entmax.alphas(model).items():
+        table.add_row(site, str(values.shape[0]), str(values.shape[1]), f"{values.nanmean():.3f}")
+    return table
+
+
+def _round_trip() -> None:
+    import tempfile
+
+    import torch
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    import hf_entmax
+
+    sizes = dict.fromkeys(["encoder_layers", "decoder_layers"], 1) | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2)
+    widths = dict.fromkeys(["d_model", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size", "max_position_embeddings"], 16)
+    model = hf_entmax.patch_model(BartForConditionalGeneration(BartConfig(**sizes, **widths)))
+    ids = torch.arange(3, 12)[None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.eval()
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        model.save_pretrained(directory)
+        again = BartForConditionalGeneration.from_pretrained(directory)
+        if not torch.equal(again(input_ids=ids, labels=ids).logits, model(input_ids=ids, labels=ids).logits):
+            raise RuntimeError("the loaded model computes other logits than the saved one")
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "installed"
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is neither a number nor one of the words that it takes.") from None
+
+
+def main() -> None:
+    """Run the command line; mistakes of use end in one line instead of a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, ImportError, FileNotFoundError, OSError) as error:
+        _console.print(f"[red]Error:[/] {error}", highlight=False, markup=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

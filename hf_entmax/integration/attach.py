@@ -1,0 +1,160 @@
+"""Giving attention modules their learned numbers, and taking them away again."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_entmax.alpha import BoundedHeads, FixedHeads, TiedHeads
+from hf_entmax.config import EntmaxConfig
+from hf_entmax.integration.discovery import AttentionSite, attention_sites
+from hf_entmax.integration.interface import CHILD, LEFT_ALONE
+
+
+def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
+    """The attention modules that a configuration selects.
+
+    The choice depends on the configuration and the structure of the model only, so that loading a checkpoint makes
+    the same choice as patching did.
+    """
+    counts: dict[str, int] = {}
+    for site in sites:
+        counts[site.site] = counts.get(site.site, 0) + 1
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def chosen(site: AttentionSite) -> bool:
+        if config.sites is not None and site.site not in config.sites:
+            return False
+        if config.layers is not None:
+            count = counts[site.site]
+            if site.layer not in {layer + count if layer < 0 else layer for layer in config.layers}:
+                return False
+        return not any(_named(site.name, name, prefix) for name in config.exclude)
+
+    return [site for site in sites if chosen(site)]
+
+
+def check_selection(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> None:
+    """Raise where a selection names something that the model does not have, or selects nothing.
+
+    Raises:
+        ValueError: naming what was asked for and what the model has.
+    """
+    present = sorted({site.site for site in sites})
+    if config.sites is not None and (missing := [s for s in config.sites if s not in present]):
+        raise ValueError(f"sites={list(config.sites)} names {missing}, but {type(model).__name__} has only {present}.")
+    if config.layers is not None:
+        wanted = [s for s in sites if config.sites is None or s.site in config.sites]
+        depth = max(s.layer for s in wanted) + 1
+        if beyond := [layer for layer in config.layers if not -depth <= layer < depth]:
+            raise ValueError(f"layers={list(config.layers)} names {beyond}, but {type(model).__name__} has layers 0 to {depth - 1}.")
+    prefix = getattr(model, "base_model_prefix", "")
+    for name in config.exclude:
+        if not any(_named(site.name, name, prefix) for site in sites):
+            raise ValueError(
+                f"exclude names {name!r}, which no attention module of {type(model).__name__} is called or ends with; "
+                f"its first ones are {[site.name for site in sites[:6]]}."
+            )
+    if not selected_sites(model, sites, config):
+        raise ValueError(f"sites, layers and exclude together leave no attention module of {type(model).__name__} to patch.")
+
+
+def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
+    """The module of learned (or fixed) numbers that a configuration asks for."""
+    keep = config.alpha_dtype == "float32"
+    if config.mapping != "entmax":
+        from hf_entmax.integration.mappings import mapping_heads
+
+        heads: nn.Module = mapping_heads(num_heads, config)
+    elif config.alpha == "learned":
+        shared = config.tie != "none"
+        heads = BoundedHeads(num_heads, config.alpha_init, config.alpha_range, shared=shared, keep_float32=keep)
+    else:
+        heads = FixedHeads(num_heads, float(config.alpha))
+    heads.backend = config.backend  # type: ignore[assignment]
+    return heads
+
+
+def attach(model: nn.Module, config: EntmaxConfig) -> None:
+    """Make the attention modules of a model what a configuration says: declarative, so it may be called again.
+
+    Modules that have their numbers keep them; missing ones are added on the device of their module; modules that are
+    not selected lose them and are marked as left alone. Called for the sub-models of a model before the model itself,
+    as Transformers builds them; the last call, for the whole model, decides.
+    """
+    sites = attention_sites(model)
+    selected = {site.name for site in selected_sites(model, sites, config)}
+    for site in sites:
+        if site.name not in selected:
+            site.module._modules.pop(CHILD, None)
+            setattr(site.module, LEFT_ALONE, True)
+            continue
+        if CHILD not in site.module._modules:
+            heads = new_heads(site.num_heads, config)
+            _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
+            site.module.add_module(CHILD, heads)
+        if hasattr(site.module, LEFT_ALONE):
+            delattr(site.module, LEFT_ALONE)
+    _tie([site for site in sites if site.name in selected], config)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove every trace that ``attach`` left on the attention modules."""
+    for site in attention_sites(model):
+        site.module._modules.pop(CHILD, None)
+        if hasattr(site.module, LEFT_ALONE):
+            delattr(site.module, LEFT_ALONE)
+
+
+def heads_of(site: AttentionSite) -> nn.Module | None:
+    """The numbers of an attention module, or None where it was left alone or never patched."""
+    return site.module._modules.get(CHILD)
+
+
+def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
+    """Let all modules of a site (or of the model) use the number of the first one."""
+    if config.mapping != "entmax" or config.alpha != "learned" or config.tie not in ("site", "model"):
+        return
+    owners: dict[str, BoundedHeads] = {}
+    for site in sites:
+        group = site.site if config.tie == "site" else "model"
+        heads = heads_of(site)
+        if group not in owners:
+            if isinstance(heads, TiedHeads):  # its former owner lies in another sub-model
+                heads = new_heads(site.num_heads, config)
+                _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
+                site.module.add_module(CHILD, heads)
+            owners[group] = heads  # type: ignore[assignment]
+            continue
+        tied = TiedHeads(site.num_heads, owners[group])
+        tied.backend = config.backend  # type: ignore[assignment]
+        site.module.add_module(CHILD, tied)
+
+
+def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:
+    beside = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if beside is None:
+        return
+    dtype = None if keep_dtype else beside.dtype
+    if beside.device.type == "meta":
+        heads.to_empty(device="meta")
+    heads.to(device=beside.device, dtype=dtype)
+
+
+def _named(name: str, given: str, prefix: str) -> bool:
+    """Whether ``given`` is the module's name or a dotted suffix of it, with or without the head model's prefix."""
+    if prefix:
+        name, given = name.removeprefix(prefix + "."), given.removeprefix(prefix + ".")
+    return name == given or name.endswith("." + given)
+
+
+def learned_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters of everything that hf_entmax added to a model."""
+    return [(name, p) for name, p in model.named_parameters() if f".{CHILD}." in f".{name}"]
+
+
+def reset(model: nn.Module) -> None:
+    """Draw or set the start of every learned number that has real storage."""
+    for module in model.modules():
+        if isinstance(module, BoundedHeads) and module.a.device.type != "meta":
+            module.reset_parameters()
+

@@ -1,0 +1,150 @@
+"""The few methods of Transformers that must know of patched models. For all other models they do what they did.
+
+Each hook is installed once, checks that the method it wraps looks as expected, and touches only models whose
+configuration carries ``entmax_config``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from hf_entmax.alpha import BoundedHeads
+from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
+
+
+def install() -> None:
+    """Register the attention function and its mask, and hook model building, loading and saving.
+
+    Raises:
+        ImportError: if this version of Transformers lacks a method or has it with other parameters.
+    """
+    if getattr(PreTrainedModel, "_hf_entmax_hooked", False):
+        return
+    expected: list[tuple[str, list[str], Callable[[Any], Any]]] = [
+        ("post_init", ["self"], _post_init),
+        ("_initialize_weights", ["self", "module", "is_custom_code"], _initialize_weights),
+        ("get_correct_attn_implementation", ["self", "requested_attention", "is_init_check"], _get_correct),
+        ("_adjust_missing_and_unexpected_keys", ["self", "loading_info"], _adjust_keys),
+        ("save_pretrained", ["self", "save_directory", "is_main_process"], _save_pretrained),
+        ("_upload_modified_files", ["self", "working_dir"], _upload),
+    ]
+    for name, parameters, _ in expected:
+        require(PreTrainedModel, name, parameters)
+    for name, _, make in expected:
+        original = getattr(PreTrainedModel, name)
+        setattr(PreTrainedModel, name, functools.wraps(original)(make(original)))
+    AttentionInterface.register(IMPLEMENTATION, entmax_attention_forward)
+    # Without a mask function of its own, Transformers would hand over no mask at all: every decoder would see the future.
+    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    PreTrainedModel._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: PreTrainedModel) -> None:
+        original(self)
+        if getattr(self.config, CONFIG_KEY, None) is not None:
+            from hf_entmax.integration.patching import restore
+
+            restore(self)
+
+    return post_init
+
+
+def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+        if not isinstance(module, BoundedHeads):
+            return original(self, module, is_custom_code)
+        if not getattr(module, "_is_hf_initialized", False) and not getattr(module.a, "_is_hf_initialized", False):
+            module.reset_parameters()
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        return None
+
+    return initialize_weights
+
+
+def _get_correct(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if getattr(self.config, CONFIG_KEY, None) is None:
+            return original(self, requested_attention, is_init_check)
+        if requested_attention in (None, IMPLEMENTATION):
+            return IMPLEMENTATION
+        raise ValueError(
+            f"{type(self).__name__} is patched with entmax attention; attn_implementation={requested_attention!r} would "
+            f"silently turn it back into a softmax. Leave it out or give {IMPLEMENTATION!r}; to go back to softmax on "
+            "purpose call hf_entmax.unpatch_model(model)."
+        )
+
+    return get_correct_attn_implementation
+
+
+def _adjust_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    def adjust_missing_and_unexpected_keys(self: PreTrainedModel, loading_info: Any) -> Any:
+        result = original(self, loading_info)
+        unexpected = sorted(key for key in loading_info.unexpected_keys if _is_ours(key))
+        if unexpected:
+            raise ValueError(
+                f"The checkpoint holds {len(unexpected)} entmax parameters ({unexpected[0]}, ...) that this "
+                f"{type(self).__name__} has no place for: its configuration is not the one the checkpoint was saved with. "
+                "Load it with its own config.json."
+            )
+        missing = {key for key in loading_info.missing_keys if _is_ours(key)}
+        missing |= {entry[0] for entry in loading_info.mismatched_keys if _is_ours(entry[0])}
+        # Alphas may be new where the whole attention is new (cross-attention added to an encoder), not otherwise.
+        lost = sorted(key for key in missing if not _attention_is_new(self, key, loading_info.missing_keys))
+        if lost:
+            raise ValueError(
+                f"The checkpoint's configuration says that it is patched, but {len(lost)} of its entmax parameters are "
+                f"missing or of the wrong shape ({lost[0]}, ...). The checkpoint is incomplete or belongs to another "
+                "configuration. To patch a plain softmax checkpoint, load it with its own config and call "
+                "hf_entmax.patch_model(model)."
+            )
+        return result
+
+    return adjust_missing_and_unexpected_keys
+
+
+def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and getattr(self.config, CONFIG_KEY, None) is not None:
+            from hf_entmax.integration.card import write_model_card
+
+            write_model_card(self, save_directory)
+        return result
+
+    return save_pretrained
+
+
+def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
+    def upload_modified_files(self: Any, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, PreTrainedModel) and getattr(self.config, CONFIG_KEY, None) is not None:
+            from hf_entmax.integration.card import write_model_card
+
+            write_model_card(self, working_dir)
+        return original(self, working_dir, *args, **kwargs)
+
+    return upload_modified_files
+
+
+def _is_ours(key: str) -> bool:
+    return f".{CHILD}." in f".{key}"
+
+
+def _attention_is_new(model: nn.Module, key: str, missing: set[str]) -> bool:
+    parent = key.split(f"{CHILD}.")[0]
+    own = [f"{parent}{name}" for name, _ in model.get_submodule(parent.rstrip(".")).named_parameters() if not _is_ours(name)]
+    return bool(own) and all(name in missing for name in own)
+
+
+def signature_of(owner: type, name: str) -> list[str]:
+    """Parameter names of a method, for error messages and tests."""
+    return list(inspect.signature(getattr(owner, name)).parameters)

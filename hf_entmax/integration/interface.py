@@ -1,0 +1,165 @@
+"""The attention function that Transformers calls, and the mask that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
+
+from hf_entmax.alpha import MappingHeads
+from hf_entmax.integration.config_hook import IMPLEMENTATION
+from hf_entmax.ops.attention import entmax_attention
+
+#: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
+CHILD = "entmax_norm"
+#: Set on attention modules that keep their softmax because the configuration says so.
+LEFT_ALONE = "_entmax_left_alone"
+
+_observers: list[Callable[[nn.Module, Tensor], None]] = []
+
+
+def entmax_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as ``AttentionInterface`` wants it, with the mapping of the module that calls.
+
+    Args:
+        module: the attention module; its child ``entmax_norm`` says which mapping and with which numbers.
+        query: ``[B, H, T_q, D]``.
+        key: ``[B, H_kv, T_k, D]``.
+        value: ``[B, H_kv, T_k, D_v]``.
+        attention_mask: bool (True = may attend) or additive, broadcastable to ``[B, H, T_q, T_k]``; longer key axes
+            (static caches) are cut. It already holds causality and sliding windows where the model has them.
+        scaling: factor of the scores; ``D ** -0.5`` if None.
+        dropout: probability of dropping a weight; the caller passes 0 outside training.
+        position_bias: added to the scores, broadcastable to ``[B, H, T_q, T_k]`` (T5 family).
+        softcap: ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        sliding_window: used only where there is no mask to hold it.
+        is_causal: used only where there is no mask to hold it.
+        s_aux: one score per head ``[H]`` of a key without a value (GPT-OSS); ``sinks`` is another name of it.
+        sinks: see ``s_aux``.
+        cu_seq_lens_q: ``[n + 1]`` bounds of sequences packed into one row; queries see only keys of their sequence.
+        cu_seq_lens_k: likewise for keys; the same as ``cu_seq_lens_q`` if None.
+        **kwargs: what Transformers passes to every attention function; ``output_attentions`` is read.
+
+    Returns:
+        The output ``[B, T_q, H, D_v]`` and the weights ``[B, H, T_q, T_k]``, or None where nobody asked for them.
+
+    Raises:
+        ValueError: if the module was neither patched nor left alone on purpose.
+    """
+    heads = module._modules.get(CHILD)
+    if heads is None and not getattr(module, LEFT_ALONE, False):
+        raise ValueError(
+            f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {CHILD!r}. Call "
+            "hf_entmax.patch_model(model), or load a checkpoint that was saved from a patched model with hf_entmax imported."
+        )
+    key_length = key.shape[-2]
+    if attention_mask is not None and attention_mask.shape[-1] > key_length:
+        attention_mask = attention_mask[..., :key_length]
+    options: dict[str, Any] = {
+        "attention_mask": attention_mask,
+        "position_bias": position_bias,
+        "is_causal": bool(is_causal) and attention_mask is None and query.shape[-2] > 1,
+        "sliding_window": sliding_window if attention_mask is None and is_causal else None,
+        "softcap": softcap,
+        "scaling": scaling,
+        "dropout": dropout,
+        "need_weights": bool(_observers) or _weights_wanted(module, kwargs),
+    }
+    if cu_seq_lens_q is not None:
+        bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        options["attention_mask"] = _restrict(options["attention_mask"], _same_sequence(query, key, cu_seq_lens_q, bounds_k))
+    sink = s_aux if s_aux is not None else sinks
+    if sink is not None:
+        key, value = _append_sink(query, key, value, sink, options)
+    out, weights = _attend(heads, query, key, value, options)
+    if weights is not None and sink is not None:
+        weights = weights[..., :key_length]
+    if weights is not None:
+        for observer in _observers:
+            observer(module, weights)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _attend(heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    if heads is None:
+        # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
+        return entmax_attention(query, key, value, 1.0, backend="torch", **options)
+    if isinstance(heads, MappingHeads):
+        from hf_entmax.integration.mappings import mapped_attention
+
+        return mapped_attention(heads, query, key, value, options)
+    return entmax_attention(query, key, value, heads(), backend=getattr(heads, "backend", "auto"), **options)
+
+
+def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    # Most models take output_attentions off the arguments and record what their attention modules return.
+    recorded = _active_collector.get() or ()
+    return any(name.endswith("attentions") for name in recorded)
+
+
+def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """A mask that allows only what both allow."""
+    if mask is None:
+        return allowed
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
+    """bool ``[1, 1, T_q, T_k]``: whether query and key belong to the same packed sequence."""
+
+    def number(length: int, bounds: Tensor) -> Tensor:
+        positions = torch.arange(length, device=query.device)
+        return torch.bucketize(positions, bounds.to(query.device)[1:-1].to(torch.long), right=True)
+
+    same = number(query.shape[-2], bounds_q)[:, None] == number(key.shape[-2], bounds_k)[None, :]
+    return same[None, None]
+
+
+def _append_sink(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Write an attention sink as one more key of zeros with its score as position bias and a value of zeros."""
+    if options["softcap"] is not None:
+        raise ValueError("Attention sinks together with softcap are not supported: the sink's score must not be capped.")
+    length_q, length_k = query.shape[-2], key.shape[-2]
+    if options["is_causal"]:
+        # Causality would be aligned to the new last key: write it out before that key exists.
+        positions = torch.arange(length_k, device=query.device)
+        limits = torch.arange(length_q, device=query.device)[:, None] + (length_k - length_q)
+        allowed = positions <= limits
+        if options["sliding_window"] is not None:
+            allowed = allowed & (positions > limits - options["sliding_window"])
+        options["attention_mask"] = _restrict(options["attention_mask"], allowed[None, None])
+        options["is_causal"], options["sliding_window"] = False, None
+    mask, bias = options["attention_mask"], options["position_bias"]
+    if mask is not None:
+        open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
+        options["attention_mask"] = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
+    if bias is None:
+        bias = query.new_zeros(1, 1, 1, 1)
+    bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)
+    score = sink.to(bias.dtype).view(1, -1, 1, 1).expand(bias.shape[0], -1, length_q, 1)
+    options["position_bias"] = torch.cat([bias, score], -1)
+    return nn.functional.pad(key, (0, 0, 0, 1)), nn.functional.pad(value, (0, 0, 0, 1))

@@ -1,0 +1,288 @@
+"""The public calls: patch a model, look at its alphas, set them, undo the patch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_entmax.alpha import BoundedHeads, FixedHeads, MappingHeads, TiedHeads
+from hf_entmax.config import EntmaxConfig, config_from
+from hf_entmax.integration import attach as attaching
+from hf_entmax.integration.config_hook import CONFIG_KEY
+from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
+from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
+from hf_entmax.integration.output import check_output, install_output, remove_output
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+#: Remembers, on the model, each configuration and the attention implementation that unpatching restores.
+_PREVIOUS = "_entmax_previous_implementations"
+_PREVIOUS_FP32 = "_entmax_previous_keep_fp32"
+MODEL_TAGS = ("hf_entmax", "entmax", "sparse-attention")
+
+
+def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None = None, **options: Any) -> ModelT:
+    r"""Replace the softmax in a model's attention by alpha-entmax, in place.
+
+    Every selected attention module computes ``weights = entmax(scores, alpha)`` with, by default, one learned
+    ``alpha = 1 + sigmoid(a)`` per head (Correia et al. 2019, eq. 10). All other weights stay as they are, and the
+    model goes on to train, generate, save and load as before; a saved checkpoint can only be loaded where hf_entmax
+    is imported.
+
+    Args:
+        model: any ``PreTrainedModel`` whose attention goes through Transformers' attention interface.
+        config: an ``EntmaxConfig`` or a dict of its fields; the default learns alpha everywhere.
+        **options: fields of ``EntmaxConfig``, e.g. ``alpha=1.5``; they override ``config``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if ``model`` is not a ``PreTrainedModel`` or an option has the wrong type.
+        ValueError: if the model is patched already, cannot be patched (the message says why), or an option is out of
+            range. The model is then as it was.
+
+    Example:
+        >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
+        >>> model = patch_model(model, alpha_init=1.2)
+    """
+    config = config_from(config, options)
+    check_supported(model)
+    if is_patched(model):
+        raise ValueError(
+            f"This {type(model).__name__} is patched already. Change its numbers with hf_entmax.set_alphas, or call "
+            "hf_entmax.unpatch_model(model) first to patch it differently."
+        )
+    sites = attention_sites(model)
+    attaching.check_selection(model, sites, config)
+    check_output(model, config)
+    for site in attaching.selected_sites(model, sites, config):
+        attaching.new_heads(site.num_heads, config)  # whatever is wrong with the options is found before anything changes
+    attaching.attach(model, config)
+    configs = _patched_configs(model)
+    setattr(model, _PREVIOUS, [(c, c._attn_implementation) for c in configs])
+    for model_config in configs:
+        setattr(model_config, CONFIG_KEY, config.to_dict())
+        model_config._attn_implementation_internal = IMPLEMENTATION
+    for submodel in _submodels(model):
+        _keep_float32(submodel, config)
+    install_output(model, config)
+    model.add_model_tags(list(MODEL_TAGS))
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undo ``patch_model``: softmax again, every other weight untouched, nothing of hf_entmax left on the model.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched: there is nothing to undo.")
+    remove_output(model)
+    previous = model.__dict__.pop(_PREVIOUS, None)
+    configs = _patched_configs(model)
+    attaching.detach(model)
+    for model_config in configs:
+        if hasattr(model_config, CONFIG_KEY):
+            delattr(model_config, CONFIG_KEY)
+    if previous is None:  # loaded from a checkpoint: back to what Transformers would have chosen
+        previous = [(c, model.get_correct_attn_implementation(None)) for c in configs]
+    for model_config, implementation in previous:
+        model_config._attn_implementation_internal = implementation
+    for submodel in _submodels(model):
+        if _PREVIOUS_FP32 in submodel.__dict__:
+            submodel._keep_in_fp32_modules_strict = submodel.__dict__.pop(_PREVIOUS_FP32)
+    model.model_tags = [tag for tag in model.model_tags or () if tag not in MODEL_TAGS]
+    if not model.model_tags:
+        del model.model_tags  # the class's own None shows again
+    return model
+
+
+def is_patched(model: object) -> bool:
+    """Whether a model (or, for a wrapped one, the model inside) carries an entmax configuration."""
+    config = getattr(model, "config", None)
+    return getattr(config, CONFIG_KEY, None) is not None
+
+
+def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
+    """The configuration that a model was patched with.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    if not is_patched(model):
+        raise ValueError(f"{type(model).__name__} is not patched: call hf_entmax.patch_model(model) first.")
+    return EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
+
+
+def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
+    """The alpha of every head.
+
+    Args:
+        model: a patched model.
+        detach: return copies on the CPU; False keeps them in the autograd graph, for a regulariser.
+
+    Returns:
+        site -> float32 ``[layers, heads]``. Attention that was left alone is softmax and shows as 1. Where the
+        layers of a site differ in their number of heads, missing heads are NaN.
+
+    Raises:
+        ValueError: if the model is not patched, or its mapping has no alpha.
+    """
+    mapping = entmax_config(model).mapping
+    if mapping != "entmax":
+        raise ValueError(f"This model uses mapping={mapping!r}, which has no alpha; see hf_entmax.mapping_options(model).")
+    rows: dict[str, list[Tensor]] = {}
+    for site in attention_sites(model):
+        rows.setdefault(site.site, []).append(_alpha_row(site))
+    table = {}
+    for site, values in rows.items():
+        width = max(len(v) for v in values)
+        device = values[0].device
+        padded = [torch.nn.functional.pad(v.to(device), (0, width - len(v)), value=float("nan")) for v in values]
+        stacked = torch.stack(padded)
+        table[site] = stacked.detach().cpu() if detach else stacked
+    return table
+
+
+def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | float]) -> None:
+    """Set the alphas of a patched model in place.
+
+    Args:
+        model: a patched model.
+        values: one number for all heads, or site -> number or ``[layers, heads]``. A fixed alpha takes one number for
+            the whole model, which is written to the configuration too.
+
+    Raises:
+        ValueError: if the model is not patched, a site is unknown, a shape does not fit, or a number is out of range.
+    """
+    config = entmax_config(model)
+    if config.alpha != "learned":
+        if isinstance(values, Mapping):
+            raise ValueError("This model has one fixed alpha: give set_alphas one number, or patch with alpha='learned'.")
+        update_config(model, alpha=float(values))
+        for module in model.modules():
+            if isinstance(module, FixedHeads):
+                module.set_(float(values))
+        return
+    sites = [s for s in attention_sites(model) if isinstance(attaching.heads_of(s), (BoundedHeads, TiedHeads))]
+    present = sorted({s.site for s in sites})
+    if not isinstance(values, Mapping):
+        values = dict.fromkeys(present, values)
+    if unknown := sorted(set(values) - set(present)):
+        raise ValueError(f"set_alphas was given sites {unknown}; this model has learned alphas at {present}.")
+    lo, hi = config.alpha_range
+    planned = []
+    for name, given in values.items():
+        tensor = torch.as_tensor(given, dtype=torch.float32)
+        own = [s for s in sites if s.site == name]
+        depth = max(s.layer for s in own) + 1
+        width = max(s.num_heads for s in own)
+        if tensor.ndim and tuple(tensor.shape) != (depth, width):
+            raise ValueError(f"alphas of {name!r} have shape {tuple(tensor.shape)}; one number or ({depth}, {width}) = (layers, heads) is allowed.")
+        if not bool(((tensor >= lo) & (tensor <= hi)).all()):
+            raise ValueError(f"alphas of {name!r} must lie between {lo} and {hi} (alpha_range); given were {tensor.min():.4g} to {tensor.max():.4g}.")
+        planned += [(s, tensor if not tensor.ndim else tensor[s.layer, : s.num_heads]) for s in own]
+    for site, row in planned:
+        heads = attaching.heads_of(site)
+        if isinstance(heads, BoundedHeads) and heads.a.numel() == 1 and row.ndim:
+            row = row.mean()
+        if isinstance(heads, BoundedHeads):
+            heads.set_(row)
+
+
+def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
+    """The options of a mapping other than entmax: option -> site -> float32 ``[layers, heads]``, detached.
+
+    Raises:
+        ValueError: if the model is not patched or uses entmax.
+    """
+    if entmax_config(model).mapping == "entmax":
+        raise ValueError("This model uses entmax, which has no mapping options; see hf_entmax.alphas(model).")
+    table: dict[str, dict[str, list[Tensor]]] = {}
+    for site in attention_sites(model):
+        heads = attaching.heads_of(site)
+        if isinstance(heads, MappingHeads):
+            for name, value in heads().items():
+                row = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(site.num_heads)
+                table.setdefault(name, {}).setdefault(site.site, []).append(row)
+    return {name: {site: torch.stack(rows) for site, rows in sites.items()} for name, sites in table.items()}
+
+
+def update_config(model: PreTrainedModel, **changes: Any) -> EntmaxConfig:
+    """Change fields of the stored configuration of a patched model and of all its sub-models; validated."""
+    config = entmax_config(model).replace(**changes)
+    for model_config in _patched_configs(model):
+        setattr(model_config, CONFIG_KEY, config.to_dict())
+    return config
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Make a freshly built model what its configuration says: called for every model that Transformers builds."""
+    config = EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
+    check_supported(model)
+    attaching.attach(model, config)
+    _keep_float32(model, config)
+    install_output(model, config)
+    model.add_model_tags(list(MODEL_TAGS))
+
+
+@contextlib.contextmanager
+def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run a patched model with softmax attention for a while (alpha = 1 everywhere), for comparisons.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    entmax_config(model)
+    held = [(site, site.module._modules[CHILD]) for site in attention_sites(model) if attaching.heads_of(site) is not None]
+    try:
+        for site, _ in held:
+            site.module._modules[CHILD] = FixedHeads(site.num_heads, 1.0)
+        yield
+    finally:
+        for site, heads in held:
+            site.module._modules[CHILD] = heads
+
+
+def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _patched_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The model's own configuration and those that its patched attention modules read.
+
+    Usually that is one object, or one for each sub-model. But a composite model may replace the configuration of a
+    sub-model after its attention modules took theirs (EncoderDecoderModel does), so both are asked.
+    """
+    configs = {id(model.config): model.config}
+    for submodel in _submodels(model):
+        if any(attaching.heads_of(site) is not None for site in attention_sites(submodel)):
+            configs[id(submodel.config)] = submodel.config
+    for site in attention_sites(model):
+        if attaching.heads_of(site) is not None:
+            own: Any = site.module.config
+            configs[id(own)] = own
+    return list(configs.values())
+
+
+def _keep_float32(model: PreTrainedModel, config: EntmaxConfig) -> None:
+    """Have ``from_pretrained(dtype=bfloat16)`` leave the learned numbers in float32."""
+    if config.alpha_dtype != "float32":
+        return
+    model.__dict__.setdefault(_PREVIOUS_FP32, model._keep_in_fp32_modules_strict)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
+
+
+def _alpha_row(site: AttentionSite) -> Tensor:
+    heads = attaching.heads_of(site)
+    value = 1.0 if heads is None else heads()
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((site.num_heads,), float(value))

@@ -1,0 +1,57 @@
+"""Parameter groups for an optimiser: the learned numbers of the heads apart from the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from hf_entmax.integration.interface import CHILD
+
+# What the Trainer leaves without weight decay: biases and the scales of normalisation layers.
+_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+def alpha_parameter_groups(model: nn.Module, lr: float, alpha_lr: float | None = None, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Three groups for any optimiser of ``torch.optim``: weights, weights without decay, and the heads' alphas.
+
+    Alphas are never decayed (decay would pull ``a`` to 0, alpha to the middle of its range) and may learn faster than
+    the weights. Give the result to an optimiser and that to the Trainer, ``Trainer(optimizers=(optimizer, None))``;
+    the Trainer then adds its own schedule, which scales all three.
+
+    Args:
+        model: a patched model, also inside PEFT or a distributed wrapper. Frozen parameters are left out.
+        lr: learning rate of the weights, >= 0.
+        alpha_lr: learning rate of the alphas, >= 0; the same as ``lr`` if None.
+        weight_decay: of the weights; biases, normalisation layers and alphas have none.
+
+    Returns:
+        Groups with the keys ``params``, ``lr``, ``weight_decay`` and ``name`` (``"weights"``, ``"no_decay"``,
+        ``"alpha"``); groups without parameters are left out.
+
+    Raises:
+        ValueError: if a rate is negative, or nothing in the model is learned by hf_entmax.
+    """
+    alpha_lr = lr if alpha_lr is None else alpha_lr
+    for name, value in (("lr", lr), ("alpha_lr", alpha_lr), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r} is not allowed: give a number >= 0.")
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    groups: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "alpha": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        group = "alpha" if f".{CHILD}." in f".{name}" else "weights" if name in decayed else "no_decay"
+        groups[group].append(parameter)
+    if not groups["alpha"]:
+        raise ValueError(
+            "This model has no trainable alphas: patch it with hf_entmax.patch_model(model), which learns alpha by default. "
+            "Inside PEFT name them in modules_to_save=['entmax_norm']."
+        )
+    rates = {"weights": (lr, weight_decay), "no_decay": (lr, 0.0), "alpha": (alpha_lr, 0.0)}
+    return [
+        {"params": parameters, "lr": rates[name][0], "weight_decay": rates[name][1], "name": name}
+        for name, parameters in groups.items()
+        if parameters
+    ]

@@ -1,0 +1,303 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import tiny_models as tiny
+import torch
+import transformers as tf
+
+import hf_entmax
+from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model, unpatch_model
+
+ROOT = Path(__file__).parents[2]
+AUTO = {
+    **dict.fromkeys(tiny.ENCODER_DECODERS, tf.AutoModelForSeq2SeqLM),
+    **dict.fromkeys(tiny.DECODERS, tf.AutoModelForCausalLM),
+    **dict.fromkeys(tiny.ENCODERS, tf.AutoModelForMaskedLM),
+}
+
+
+def _patched(family="bart", **options):
+    """A patched model whose alphas all differ, so that no mix-up can hide."""
+    model = patch_model(tiny.build(family), **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "entmax_norm" in name:
+                parameter.normal_()
+    return model
+
+
+def _same(first, second, family):
+    with torch.no_grad():
+        return torch.equal(first(**tiny.inputs(family)).logits, second(**tiny.inputs(family)).logits)
+
+
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+def test_save_load_save_load(family, tmp_path):
+    model = _patched(family)
+    model.save_pretrained(tmp_path / "a")
+    again = AUTO[family].from_pretrained(tmp_path / "a")
+    assert is_patched(again) and _same(model, again, family)
+    again.save_pretrained(tmp_path / "b")
+    third = AUTO[family].from_pretrained(tmp_path / "b")
+    assert _same(model, third, family)
+    assert all(torch.equal(v, alphas(third)[k]) for k, v in alphas(model).items())
+    assert json.loads((tmp_path / "b/config.json").read_text())["attn_implementation"] == "hf_entmax"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha": 1.5},
+        {"tie": "layer"},
+        {"tie": "site"},
+        {"tie": "model"},
+        {"sites": ("cross",), "layers": (1,)},
+        {"exclude": ("encoder.layers.0.self_attn",)},
+        {"alpha_range": (1.0, 3.0), "alpha_init": 2.5},
+        {"alpha_dtype": "auto"},
+        {"output_alpha": 1.5},
+    ],
+    ids=str,
+)
+def test_every_option_survives(options, tmp_path):
+    model = _patched("bart", **options)
+    model.save_pretrained(tmp_path)
+    again = tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert _same(model, again, "bart")
+    assert hf_entmax.entmax_config(again) == EntmaxConfig(**options)
+    assert set(again.state_dict()) == set(model.state_dict())
+    labelled = tiny.inputs("bart", labels=True)
+    assert torch.equal(model(**labelled).loss, again(**labelled).loss)
+
+
+_FRESH = """
+import sys, torch
+{plugin}
+import transformers
+transformers.logging.set_verbosity_error()
+model = transformers.{auto}.from_pretrained(sys.argv[1])
+batch = torch.load(sys.argv[2])
+with torch.no_grad():
+    torch.save(model(**batch).logits, sys.argv[3])
+"""
+
+
+def _fresh_process(code, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=240)
+
+
+@pytest.mark.parametrize("family, order", [("t5", "before"), ("llama", "after")])
+def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
+    model = _patched(family)
+    model.save_pretrained(tmp_path / "model")
+    batch = tiny.inputs(family)
+    torch.save(batch, tmp_path / "batch.pt")
+    plugin = "import hf_entmax" if order == "before" else "import transformers.modeling_utils; import hf_entmax"
+    run = _fresh_process(_FRESH.format(plugin=plugin, auto=AUTO[family].__name__), tmp_path / "model", tmp_path / "batch.pt", tmp_path / "out.pt")
+    assert run.returncode == 0, run.stderr
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "out.pt"), model(**batch).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 1.5}], ids=str)
+def test_without_the_plugin_loading_raises(options, tmp_path):
+    _patched("bart", **options).save_pretrained(tmp_path)
+    run = _fresh_process(_FRESH.format(plugin="", auto="AutoModelForSeq2SeqLM"), tmp_path, "-", "-")
+    assert run.returncode != 0
+    assert "ValueError" in run.stderr and "hf_entmax" in run.stderr.splitlines()[-1]
+
+
+def test_base_model_and_other_heads_load_from_the_same_checkpoint(tmp_path):
+    model = _patched("bert")
+    model.save_pretrained(tmp_path)
+    base = tf.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(alphas(base)["encoder_self"], alphas(model)["encoder_self"])
+    classifier = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert torch.equal(alphas(classifier)["encoder_self"], alphas(model)["encoder_self"])
+    t5 = _patched("t5")
+    t5.save_pretrained(tmp_path / "t5")
+    encoder = tf.T5EncoderModel.from_pretrained(tmp_path / "t5")
+    assert torch.equal(alphas(encoder)["encoder_self"], alphas(t5)["encoder_self"])
+
+
+def test_half_precision_load_keeps_alpha_in_float32(tmp_path):
+    model = _patched("llama")
+    model.save_pretrained(tmp_path)
+    half = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(alphas(half)["decoder_self"], alphas(model)["decoder_self"])
+
+
+def test_sharded_checkpoints_and_from_config(tmp_path):
+    model = _patched("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert _same(model, tf.AutoModelForCausalLM.from_pretrained(tmp_path), "llama")
+    new = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(tmp_path))
+    assert is_patched(new) and torch.allclose(alphas(new)["decoder_self"], torch.tensor(1.1), atol=1e-6)
+    assert new(**tiny.inputs("llama")).logits.isfinite().all()
+
+
+def test_a_configuration_saved_alone_keeps_the_key(tmp_path):
+    _patched("gpt2").save_pretrained(tmp_path / "model")
+    code = "import hf_entmax, sys\nfrom transformers import AutoConfig\nAutoConfig.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
+    run = _fresh_process(code, tmp_path / "model", tmp_path / "config")
+    assert run.returncode == 0, run.stderr
+    assert json.loads((tmp_path / "config/config.json").read_text())["attn_implementation"] == "hf_entmax"
+
+
+def test_only_a_submodel_patched(tmp_path):
+    encoder, decoder = tiny.build("bert"), tiny.build("gpt2")
+    pair = tf.EncoderDecoderModel(encoder=encoder.bert, decoder=tf.GPT2LMHeadModel(tf.GPT2Config(**{**decoder.config.to_dict(), "add_cross_attention": True, "is_decoder": True})))
+    pair.config.decoder_start_token_id, pair.config.pad_token_id = tiny.BOS, tiny.PAD
+    patch_model(pair.encoder, alpha_init=1.6)
+    pair.save_pretrained(tmp_path)
+    again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
+    assert is_patched(again.encoder) and not is_patched(again.decoder)
+    batch = {"input_ids": tiny.inputs("bert")["input_ids"], "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"]}
+    with torch.no_grad():
+        assert torch.allclose(again.eval()(**batch).logits, pair.eval()(**batch).logits, atol=1e-6)
+
+
+def test_composite_models_patch_as_one(tmp_path):
+    decoder = tf.BertLMHeadModel(tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True}))
+    pair = tf.EncoderDecoderModel(encoder=tiny.build("bert").bert, decoder=decoder)
+    pair.config.decoder_start_token_id, pair.config.pad_token_id = tiny.BOS, tiny.PAD
+    patch_model(pair, alpha_init=1.6)
+    assert {k: tuple(v.shape) for k, v in alphas(pair).items()} == {"encoder_self": (2, 4), "decoder_self": (2, 4), "cross": (2, 4)}
+    pair.save_pretrained(tmp_path)
+    again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
+    batch = {"input_ids": tiny.inputs("bert")["input_ids"], "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**batch).logits, pair.eval()(**batch).logits)
+
+
+def test_loaded_then_unpatched_is_the_softmax_model(tmp_path):
+    plain = tiny.build("bart")
+    _patched("bart").save_pretrained(tmp_path)
+    model = unpatch_model(tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path))
+    with torch.no_grad():
+        assert torch.allclose(model(**tiny.inputs("bart")).logits, plain(**tiny.inputs("bart")).logits, atol=1e-4)
+    model.save_pretrained(tmp_path / "plain")
+    text = (tmp_path / "plain/config.json").read_text()
+    assert "entmax" not in text
+
+
+def _edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    config["entmax_config"].update(changes)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_checkpoint_without_alphas(tmp_path):
+    _patched("bart").save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    kept = {k: v for k, v in weights.items() if "entmax_norm" not in k}
+    safetensors.torch.save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="6 of its entmax parameters are missing"):
+        tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+
+
+def test_checkpoint_with_the_wrong_number_of_heads(tmp_path):
+    _patched("bart").save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    wrong = {k: v[:3].clone() if "entmax_norm" in k else v for k, v in weights.items()}
+    safetensors.torch.save_file(wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # the library's own error, its report names the keys
+        tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="wrong shape"):
+        tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_newer_schema_unknown_field_and_damaged_record(tmp_path):
+    _patched("gpt2").save_pretrained(tmp_path)
+    original = (tmp_path / "config.json").read_text()
+    _edit_config(tmp_path, schema_version=99)
+    with pytest.raises(ValueError, match="schema version 99.*pip install -U"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(original)
+    _edit_config(tmp_path, gamma=1)
+    with pytest.raises(ValueError, match="unknown fields.*gamma"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(original)
+    _edit_config(tmp_path, schema_version="one")
+    with pytest.raises(ValueError, match="schema_version"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_truncated_checkpoint(tmp_path):
+    _patched("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(Exception, match=r"(?i)header|incomplete|truncat|invalid"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_implementation_at_load_time_is_an_error(tmp_path):
+    _patched("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="unpatch_model"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+
+
+def test_a_plain_configuration_over_patched_weights_is_an_error(tmp_path):
+    _patched("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no place for"):
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny.build("gpt2").config)
+
+
+def test_card_is_written_from_the_model_and_kept_when_edited(tmp_path):
+    model = _patched("t5", alpha_init=1.4)
+    hf_entmax.set_alphas(model, {"cross": 1.75})
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers") and "- hf_entmax" in card
+    assert "T5ForConditionalGeneration" in card and "import hf_entmax" in card
+    assert "| cross | 2 | 4 | all layers | 1.750 / 1.750 / 1.750 |" in card
+    (tmp_path / "README.md").write_text("my own words")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my own words"
+
+
+def test_push_to_hub_uploads_weights_configuration_and_card(tmp_path, monkeypatch):
+    """Everything up to the network is real; the two calls that would reach the Hub keep what they were given."""
+    import transformers.utils.hub as hub
+
+    uploaded = {}
+
+    class FakeApi:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"someone/{repo_id}"})()
+
+        def create_commit(self, repo_id, operations, **kwargs):
+            for operation in operations:
+                source = operation.path_or_fileobj
+                uploaded[operation.path_in_repo] = Path(source).read_bytes()
+            return "done"
+
+        def create_branch(self, *args, **kwargs):
+            raise AssertionError("no branch was asked for")
+
+    def no_card(*args, **kwargs):
+        from huggingface_hub.errors import EntryNotFoundError
+
+        raise EntryNotFoundError.__new__(EntryNotFoundError)
+
+    monkeypatch.setattr(hub, "hf_api", lambda *a, **k: FakeApi())
+    for name in ("create_commit", "create_repo"):
+        if hasattr(hub, name):
+            monkeypatch.setattr(hub, name, getattr(FakeApi(), name))
+    monkeypatch.setattr(hub.ModelCard, "load", no_card)
+    model = _patched("bart")
+    model.push_to_hub("my-sparse-bart")
+    assert {"config.json", "model.safetensors", "README.md"} <= set(uploaded)
+    assert json.loads(uploaded["config.json"])["attn_implementation"] == "hf_entmax"
+    weights = safetensors.torch.load(uploaded["model.safetensors"])
+    assert sum("entmax_norm" in k for k in weights) == 6
+    assert "| encoder_self | 2 | 4 | all layers |" in uploaded["README.md"].decode()
+

@@ -1,0 +1,72 @@
+import subprocess
+import sys
+
+
+def _python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_import_loads_nothing_heavy():
+    run = _python("import sys, transformers; before = set(sys.modules); import hf_entmax; print(*sorted(set(sys.modules) - before))")
+    assert run.returncode == 0, run.stderr
+    heavy = {"torch", "numba", "triton", "matplotlib", "typer", "jinja2"}
+    assert not heavy & {name.split(".")[0] for name in run.stdout.split()}
+
+
+def test_import_before_and_after_transformers_registers_the_attention():
+    check = "from transformers import AttentionInterface; assert 'hf_entmax' in AttentionInterface().valid_keys()"
+    for code in (
+        f"import hf_entmax; import transformers.modeling_utils; {check}",
+        f"import transformers.modeling_utils; import hf_entmax; {check}",
+        f"import hf_entmax; hf_entmax.patch_model; {check}",
+    ):
+        run = _python(code)
+        assert run.returncode == 0, run.stderr
+
+
+def test_with_another_transformers_the_mathematics_works_and_the_rest_says_what_it_needs():
+    code = """
+import transformers.modeling_utils as m
+del m.PreTrainedModel._adjust_missing_and_unexpected_keys
+import hf_entmax, torch
+from hf_entmax.ops import entmax
+assert abs(float(entmax(torch.randn(5), 1.5).sum()) - 1) < 1e-5
+try:
+    hf_entmax.patch_model
+except ImportError as error:
+    assert "transformers>=5.23,<6" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    run = _python(code)
+    assert run.returncode == 0, run.stderr
+
+
+def test_without_transformers_the_mathematics_works():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import hf_entmax, torch
+from hf_entmax.ops import entmax
+from hf_entmax.losses import entmax_loss
+entmax_loss(torch.randn(3, 5), torch.tensor([0, 1, 2]))
+try:
+    hf_entmax.patch_model
+except ImportError as error:
+    assert "transformers>=5.23,<6" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    run = _python(code)
+    assert run.returncode == 0, run.stderr
+
+
+def test_public_names_are_all_there():
+    import hf_entmax
+
+    for name in hf_entmax.__all__:
+        assert getattr(hf_entmax, name) is not None
+    try:
+        hf_entmax.patchmodel
+    except AttributeError as error:
+        assert "patch_model" in str(error)

@@ -1,0 +1,67 @@
+"""The floors of the house: a file imports only from lower floors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hf_entmax"
+#: Top-level part of the package -> floor. Parts on the same floor do not know each other.
+FLOORS = {
+    "_version": 0,
+    "_registration": 0,
+    "config": 1,
+    "ops": 2,
+    "alpha": 3,
+    "losses": 3,
+    "multilabel": 4,
+    "integration": 5,
+    "generation": 6,
+    "analysis": 6,
+    "training": 7,
+    "bench": 8,
+    "quickstart": 8,
+    "cli": 9,
+    "__init__": 10,
+}
+#: Imported by everybody on purpose: the package's public names.
+FILES = sorted(PACKAGE.rglob("*.py"))
+assert FILES
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imports(path: Path):
+    """(line, dotted module) of every import of hf_entmax, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "hf_entmax")
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "hf_entmax":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    own = _part(path)
+    assert own in FLOORS, f"{own} has no floor: give it one"
+    for line, module in _imports(path):
+        parts = module.split(".")
+        target = parts[1] if len(parts) > 1 and parts[1] in FLOORS else "__init__"
+        if target == own:
+            continue
+        public = target == "__init__"
+        assert (public and FLOORS[own] >= 8) or FLOORS[target] < FLOORS[own], f"{path.name}:{line} on floor {FLOORS[own]} imports {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha")], ids=str)
+def test_the_mathematics_does_not_know_transformers(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [n for n in names if n.split(".")[0] in ("transformers", "accelerate", "datasets")]
+
+
+def test_no_file_does_too_much():
+    long = {str(p.relative_to(PACKAGE)): n for p in FILES if (n := len(p.read_text(encoding="utf-8").splitlines())) > 450}
+    assert not long
