@@ -1,0 +1,23 @@
+"""What did each head learn? Statistics, roles, figures and a report for any Transformers model."""
+
+from .collect import AnalysisError, collect
+from .metrics import (
+    alignment_error_rate,
+    ambiguity,
+    density,
+    dependency_accuracy,
+    distance_profile,
+    entropy,
+    head_diversity,
+    interrogation,
+    max_weight,
+    mean_support,
+    positional_census,
+    positional_confidence,
+    positional_share,
+    sentence_density,
+    sink_mass,
+    subword_merging,
+    word_attention,
+)
+from .statistics import AttentionStatistics

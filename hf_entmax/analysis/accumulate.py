@@ -1,0 +1,289 @@
+"""Exact running sums of one site: float64, added layer by layer and batch by batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .context import ALIGNMENT_STEPS, SiteContext
+from .metrics.diversity import divergence_sums
+from .metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
+from .metrics.masks import keep_pairs
+from .metrics.position import argmax_counts, diagonal_sums, gather_distances
+from .metrics.sparsity import entropy_sums, support_counts
+from .metrics.words import merging_sums, word_attention
+from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES
+
+GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
+OFFSETS = (-1, 0, 1)
+DENSITY_BINS = 20
+CONFIDENCE_BINS = 200
+DIRECTIONS = ("to_head", "to_dependent")
+
+
+@dataclass(frozen=True)
+class SumOptions:
+    """What is summed, and how finely.
+
+    Attributes:
+        groups: a subset of :data:`GROUPS`.
+        max_distance: distances kept apart, in tokens.
+        num_relations: dependency relations told apart.
+        alignment_threshold: weight above which a link counts under the method "threshold".
+        density_threshold: weights must exceed it to count as nonzero; 0 = any nonzero weight.
+    """
+
+    groups: frozenset[str]
+    max_distance: int = 10
+    num_relations: int = 0
+    alignment_threshold: float = 0.1
+    density_threshold: float = 0.0
+
+
+def sum_shapes(site: str, rows: int, heads: int, options: SumOptions) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the sums kept for a site; the first dimension is the layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    distances = 2 * options.max_distance + 3
+    if "sparsity" in options.groups:
+        shapes |= {name: (rows,) for name in ("pairs", "queries", "sentences")}
+        shapes |= {
+            name: (rows, heads) for name in ("support", "entropy", "largest", "sentence_density", "sentence_density_sq")
+        }
+        shapes["density_histogram"] = (rows, heads, DENSITY_BINS)
+    if "diversity" in options.groups:
+        shapes |= {"divergence": (rows,), "divergence_queries": (rows,)}
+    if "position" in options.groups:
+        shapes |= {"distance": (rows, heads, distances), "mass": (rows, heads), "absolute_distance": (rows, heads)}
+        if site != "cross":
+            shapes |= {"argmax_hits": (rows, heads, len(OFFSETS)), "argmax_queries": (rows, len(OFFSETS))}
+            shapes["confidence_histogram"] = (rows, heads, len(OFFSETS), CONFIDENCE_BINS)
+    if "roles" in options.groups:
+        shapes |= _role_shapes("role", rows, heads, len(TEXT_ROLES))
+    if "words" in options.groups and site != "cross":
+        shapes |= {"merging_several": (rows, heads), "merging_single": (rows, heads)}
+        shapes |= {"words_several": (rows,), "words_single": (rows,)}
+    if "dependency" in options.groups and site != "cross":
+        shapes |= {"dependency_hits": (rows, heads, len(DIRECTIONS)), "dependency_words": (rows,)}
+        shapes |= {
+            "relation_hits": (rows, heads, len(DIRECTIONS), options.num_relations),
+            "relation_words": (rows, options.num_relations),
+        }
+        shapes["dependency_offsets"] = (rows, distances)
+        shapes |= _role_shapes("dependency_role", rows, heads, len(DEPENDENCY_ROLES))
+    if "alignment" in options.groups and site == "cross":
+        cells = (rows, heads, len(ALIGNMENT_STEPS), len(ALIGNMENT_METHODS))
+        shapes |= {"links_sure": cells, "links_possible": cells, "links": cells, "sure": (rows, len(ALIGNMENT_STEPS))}
+        shapes |= _role_shapes("alignment_role", rows, heads, len(ALIGNMENT_ROLES))
+    return shapes
+
+
+def _role_shapes(prefix: str, rows: int, heads: int, count: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}_mass": (rows, heads, count),
+        f"{prefix}_queries": (rows, count),
+        f"{prefix}_chance": (rows, count),
+    }
+
+
+class SiteSums:
+    """Running sums of all layers of one site.
+
+    Args:
+        site: name of the site.
+        num_heads: heads of every layer.
+        options: what to sum.
+        device: where the sums live.
+    """
+
+    def __init__(self, site: str, num_heads: list[int], options: SumOptions, device: torch.device) -> None:
+        self.site = site
+        self.num_heads = list(num_heads)
+        self.options = options
+        # Apple's GPUs know no float64.
+        self.device = torch.device("cpu") if device.type == "mps" else device
+        heads = max(num_heads, default=0)
+        shapes = sum_shapes(site, len(num_heads), heads, options)
+        self.sums = {
+            name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()
+        }
+
+    def add_row(self, num_heads: int) -> int:
+        """Adds a layer (a module called several times in one pass stands for several) and returns its index."""
+        self.num_heads.append(num_heads)
+        heads = max(self.num_heads)
+        for name, shape in sum_shapes(self.site, len(self.num_heads), heads, self.options).items():
+            grown = torch.zeros(shape, dtype=torch.float64, device=self.device)
+            old = self.sums[name]
+            grown[tuple(slice(0, size) for size in old.shape)] = old
+            self.sums[name] = grown
+        return len(self.num_heads) - 1
+
+    def _add(self, name: str, row: int, value: Tensor) -> None:
+        value = value.to(device=self.device, dtype=torch.float64)
+        target = self.sums[name][row]
+        if target.shape != value.shape:  # a layer with fewer heads than the widest
+            target = target[: value.shape[0]]
+        target += value
+
+    def update(self, row: int, weights: Tensor, context: SiteContext) -> Tensor | None:
+        """Adds the weights of one layer and one batch.
+
+        Args:
+            row: index of the layer.
+            weights: [B, H, T_q, T_k].
+            context: of this site and batch.
+
+        Returns:
+            Density of every sentence and head [B, H] (float64), or None when sparsity is not wanted.
+        """
+        groups = self.options.groups
+        weights = keep_pairs(weights, context.pairs)
+        densities = None
+        head_entropy = None
+        if "sparsity" in groups or "diversity" in groups:
+            head_entropy = entropy_sums(weights)
+        if "sparsity" in groups:
+            densities = self._sparsity(row, weights, context, head_entropy)
+        if "diversity" in groups:
+            self._add("divergence", row, divergence_sums(weights, head_entropy).sum())
+            self._add("divergence_queries", row, context.query_counts.sum())
+        if "position" in groups:
+            self._position(row, weights, context)
+        if "roles" in groups and context.roles is not None:
+            self._roles("role", row, weights, context.roles)
+        if "words" in groups and context.words is not None:
+            several, num_several, single, num_single = merging_sums(weights, context.words)
+            self._add("merging_several", row, several.sum(0))
+            self._add("merging_single", row, single.sum(0))
+            self._add("words_several", row, num_several.sum())
+            self._add("words_single", row, num_single.sum())
+        if "dependency" in groups and context.dependency is not None:
+            self._dependency(row, weights, context)
+        if "alignment" in groups and context.alignment is not None:
+            self._alignment(row, weights, context)
+        return densities
+
+    def _sparsity(self, row: int, weights: Tensor, context: SiteContext, head_entropy: Tensor | None) -> Tensor:
+        counts = support_counts(weights, self.options.density_threshold)
+        has_pairs = context.pair_counts > 0
+        densities = counts / context.pair_counts.clamp(min=1.0).unsqueeze(-1)
+        self._add("support", row, counts.sum(0))
+        self._add("pairs", row, context.pair_counts.sum())
+        self._add("queries", row, context.query_counts.sum())
+        self._add("sentences", row, has_pairs.sum())
+        assert head_entropy is not None
+        self._add("entropy", row, head_entropy.sum(0))
+        self._add("largest", row, weights.amax(dim=-1).double().sum(dim=(0, 2)))
+        counted = densities[has_pairs]
+        self._add("sentence_density", row, counted.sum(0))
+        self._add("sentence_density_sq", row, counted.square().sum(0))
+        bins = (counted * DENSITY_BINS).long().clamp(max=DENSITY_BINS - 1).T
+        histogram = torch.zeros(weights.shape[1], DENSITY_BINS, dtype=torch.float64, device=weights.device)
+        self._add("density_histogram", row, histogram.scatter_add_(1, bins, torch.ones_like(counted.T)))
+        return densities.masked_fill(~has_pairs.unsqueeze(-1), math.nan)
+
+    def _position(self, row: int, weights: Tensor, context: SiteContext) -> None:
+        num_queries, num_keys = weights.shape[-2:]
+        distance = self.options.max_distance
+        if context.aligned:
+            diagonals = diagonal_sums(weights).double().sum(0)
+            offsets = torch.arange(diagonals.shape[-1], device=weights.device) - (num_queries - 1)
+            profile = gather_distances(diagonals, num_queries, distance)
+        else:
+            # Left padding that differs between source and target: every sentence has its own zero.
+            steps = torch.arange(num_keys, device=weights.device) - torch.arange(
+                num_queries, device=weights.device
+            ).unsqueeze(-1)
+            offsets = (steps + context.shift.view(-1, 1, 1)).flatten()
+            flat = weights.transpose(0, 1).flatten(1).double()
+            profile = flat.new_zeros(flat.shape[0], 2 * distance + 3)
+            profile.index_add_(1, offsets.clamp(-distance - 1, distance + 1) + distance + 1, flat)
+            diagonals = flat
+        self._add("distance", row, profile)
+        self._add("mass", row, diagonals.sum(-1))
+        self._add("absolute_distance", row, (diagonals * offsets.abs()).sum(-1))
+        if context.site == "cross" or num_queries != num_keys:
+            return
+        largest, argmax = weights.max(dim=-1)
+        argmax = argmax.masked_fill(largest <= 0, -1)
+        hits, counts, histograms = [], [], []
+        for offset in OFFSETS:
+            exists = context.pairs.diagonal(offset, dim1=-2, dim2=-1)
+            hits.append(argmax_counts(argmax, context.pairs, offset).sum(0))
+            counts.append(exists.sum().double())
+            confidence = weights.diagonal(offset, dim1=-2, dim2=-1).transpose(0, 1).flatten(1)
+            bins = (confidence * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
+            histogram = torch.zeros(weights.shape[1], CONFIDENCE_BINS, dtype=torch.float64, device=weights.device)
+            histograms.append(histogram.scatter_add_(1, bins, exists.flatten().double().expand_as(confidence)))
+        self._add("argmax_hits", row, torch.stack(hits, -1))
+        self._add("argmax_queries", row, torch.stack(counts, -1))
+        self._add("confidence_histogram", row, torch.stack(histograms, 1))
+
+    def _roles(self, prefix: str, row: int, weights: Tensor, roles) -> None:
+        self._add(f"{prefix}_mass", row, roles.mass(weights))
+        self._add(f"{prefix}_queries", row, roles.queries)
+        self._add(f"{prefix}_chance", row, roles.chance)
+
+    def _dependency(self, row: int, weights: Tensor, context: SiteContext) -> None:
+        assert context.dependency is not None and context.dependency_roles is not None
+        words, heads, relations = context.dependency
+        num_words = heads.shape[1]
+        attention = word_attention(weights, words, words, num_words, num_words)
+        steps = torch.arange(num_words, device=heads.device)
+        present = (words.unsqueeze(-1) == steps).any(1)
+        # A head word whose tokens were cut off cannot be found.
+        head_present = present.gather(1, heads.clamp(min=0)) & (heads >= 0)
+        heads = heads.masked_fill(~(present & head_present), -1)
+        relation_hits = []
+        for direction in DIRECTIONS:
+            hits, counted = dependency_hits(attention, heads, direction)
+            relation_hits.append(_by_relation(hits, relations, self.options.num_relations))
+            if direction == "to_head":
+                total = hits.double().sum(dim=(0, 2))
+            else:
+                self._add("dependency_hits", row, torch.stack([total, hits.double().sum(dim=(0, 2))], -1))
+        self._add("dependency_words", row, counted.double().sum())
+        self._add("relation_hits", row, torch.stack(relation_hits, 1))
+        self._add("relation_words", row, _by_relation(counted.unsqueeze(1), relations, self.options.num_relations)[0])
+        distance = self.options.max_distance
+        offsets = (heads - steps).clamp(-distance - 1, distance + 1) + distance + 1
+        histogram = torch.zeros(2 * distance + 3, dtype=torch.float64, device=heads.device)
+        self._add(
+            "dependency_offsets",
+            row,
+            histogram.index_add_(0, offsets[counted], torch.ones_like(offsets[counted]).double()),
+        )
+        self._roles("dependency_role", row, weights, context.dependency_roles)
+
+    def _alignment(self, row: int, weights: Tensor, context: SiteContext) -> None:
+        assert context.alignment is not None and context.alignment_roles is not None
+        steps, source, sure, possible = context.alignment
+        cells: list[list[tuple[Tensor, ...]]] = []
+        num_sure = []
+        for step in ALIGNMENT_STEPS:
+            attention = word_attention(weights, steps[step], source, sure.shape[1], sure.shape[2])
+            per_method = []
+            for method in ALIGNMENT_METHODS:
+                threshold = self.options.alignment_threshold if method == "threshold" else None
+                counts = alignment_counts(alignment_links(attention, method, threshold), sure, possible)
+                per_method.append(tuple(value.sum(0) for value in counts))
+            cells.append(per_method)
+            num_sure.append(sure.sum().double())
+        for place, name in enumerate(("links_sure", "links_possible", "links")):
+            table = torch.stack([torch.stack([cell[place] for cell in per_method], -1) for per_method in cells], 1)
+            self._add(name, row, table)
+        self._add("sure", row, torch.stack(num_sure))
+        self._roles("alignment_role", row, weights, context.alignment_roles)
+
+
+def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> Tensor:
+    """Counts bool hits [B, H, W] by the relation of each word: float64 [H, number of relations]."""
+    out = torch.zeros(hits.shape[1], num_relations, dtype=torch.float64, device=hits.device)
+    if relations is None or not num_relations:
+        return out
+    flat = hits.transpose(0, 1).flatten(1).double()
+    known = (relations >= 0).flatten()
+    return out.index_add_(1, relations.clamp(min=0).flatten(), flat * known)

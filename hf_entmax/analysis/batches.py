@@ -1,0 +1,240 @@
+"""What a batch says about its own padding: token ids and masks for every attention site."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Keys that a batch may carry for the analysis; the model never sees them.
+ANNOTATIONS = (
+    "word_ids",
+    "decoder_word_ids",
+    "dependency_heads",
+    "dependency_relations",
+    "source_words",
+    "target_words",
+    "sure_links",
+    "possible_links",
+)
+_MAIN_INPUTS = ("input_ids", "pixel_values", "input_features", "input_values", "inputs_embeds")
+
+
+@dataclass
+class BatchInfo:
+    """One batch, made ready for a forward pass that is only looked at.
+
+    Attributes:
+        inputs: what the model is called with, on its device.
+        size: number of sentences, B.
+        input_ids: long [B, T] of the encoder, or of the only stack; None for images and sound.
+        mask: bool [B, T], True = real token; None when the batch does not say.
+        decoder_ids: long [B, T] of the decoder of an encoder-decoder model.
+        decoder_mask: bool [B, T].
+        annotations: the entries of :data:`ANNOTATIONS` that the batch carried.
+    """
+
+    inputs: dict[str, Any]
+    size: int
+    input_ids: Tensor | None = None
+    mask: Tensor | None = None
+    decoder_ids: Tensor | None = None
+    decoder_mask: Tensor | None = None
+    annotations: dict[str, Tensor] = field(default_factory=dict)
+
+    def tokens(self, site: str) -> tuple[Tensor | None, Tensor | None]:
+        """Ids and mask of the queries of a site."""
+        if site == "encoder_self" or self.decoder_ids is None:
+            return self.input_ids, self.mask
+        return self.decoder_ids, self.decoder_mask
+
+
+def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
+    """Moves a batch to the model, works out its masks and drops what only costs time (labels, caches).
+
+    Args:
+        model: a Transformers model.
+        batch: as a data collator returns it: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
+
+    Returns:
+        The prepared batch.
+
+    Raises:
+        TypeError: the batch is no mapping.
+        ValueError: it holds nothing the model can read, an encoder-decoder model gets neither labels nor
+            ``decoder_input_ids``, an id lies outside the model's vocabulary, a sequence is longer than the model allows.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch must be a dict of tensors as a data collator returns it, got {type(batch).__name__}.")
+    main = next((name for name in _MAIN_INPUTS if batch.get(name) is not None), None)
+    if main is None:
+        raise ValueError(
+            f"a batch needs one of {', '.join(_MAIN_INPUTS)}; this one has {', '.join(map(str, batch)) or 'nothing'}."
+        )
+    device = next(model.parameters()).device
+    tensors = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    info = BatchInfo(inputs={}, size=int(tensors[main].shape[0]))
+    info.annotations = {key: tensors.pop(key) for key in ANNOTATIONS if tensors.get(key) is not None}
+    labels = tensors.pop("labels", None)
+    pad = pad_token_id(model)
+
+    if main == "input_ids":
+        info.input_ids = tensors["input_ids"]
+        check_vocabulary(model, info.input_ids)
+        check_length(model, info.input_ids.shape[1])
+        info.mask = _given_mask(tensors, "attention_mask")
+        if info.mask is None:
+            info.mask = _without_outer_padding(info.input_ids, pad, model)
+            if not bool(info.mask.all()):
+                tensors["attention_mask"] = info.mask.long()
+    elif main == "inputs_embeds":
+        info.mask = _given_mask(tensors, "attention_mask")
+    if is_encoder_decoder(model):
+        _prepare_decoder(model, info, tensors, labels, pad)
+
+    known = set(inspect.signature(model.forward).parameters)
+    info.inputs = {key: value for key, value in tensors.items() if key in known}
+    if "use_cache" in known:
+        info.inputs["use_cache"] = False
+    if "logits_to_keep" in known and "logits_to_keep" not in info.inputs:
+        info.inputs["logits_to_keep"] = 1
+    return info
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Whether the model itself runs an encoder and a decoder (a bare encoder of such a model does not)."""
+    return (
+        bool(getattr(model.config, "is_encoder_decoder", False))
+        and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    )
+
+
+def pad_token_id(model: Any) -> int | None:
+    """The id of padding, wherever the configuration keeps it."""
+    for holder in (model.config, getattr(model, "generation_config", None), _text_config(model.config)):
+        value = getattr(holder, "pad_token_id", None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Rows of the input embedding, or None where there is none."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+def check_vocabulary(model: Any, ids: Tensor, what: str = "token id") -> None:
+    """Raises ``ValueError`` for ids that the model has no embedding for."""
+    size = vocabulary_size(model)
+    if size is None or not ids.numel():
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if largest >= size or smallest < 0:
+        raise ValueError(
+            f"{what} {largest if largest >= size else smallest} is outside the model's vocabulary of {size} entries: "
+            "the data was made with the tokenizer of another model. Use the tokenizer saved with this model."
+        )
+
+
+def maximum_length(model: Any) -> int | None:
+    """Longest sequence the position embeddings allow; None for relative or unlimited positions."""
+    config = _text_config(model.config)
+    if getattr(config, "model_type", "") in ("t5", "mt5", "umt5", "byt5", "switch_transformers"):
+        return None
+    for name in ("max_position_embeddings", "n_positions", "max_source_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 1:
+            # RoBERTa and its kin number positions from padding_idx + 1 on.
+            offset = (
+                2
+                if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer", "esm")
+                else 0
+            )
+            return value - offset
+    return None
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raises ``ValueError`` for sequences beyond the model's maximum."""
+    longest = maximum_length(model)
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"a sequence of {length} tokens is beyond the model's maximum of {longest}: "
+            "truncate when tokenizing (truncation=True, max_length=...)."
+        )
+
+
+def _text_config(config: Any) -> Any:
+    get = getattr(config, "get_text_config", None)
+    try:
+        return get() if callable(get) else config
+    except ValueError:  # several text towers, none of them the main one
+        return config
+
+
+def _given_mask(tensors: dict[str, Any], name: str) -> Tensor | None:
+    mask = tensors.get(name)
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{name} must have shape [B, T] with 1 for real tokens, got {shape}.")
+    return mask.bool()
+
+
+def _without_outer_padding(ids: Tensor, pad: int | None, model: Any) -> Tensor:
+    """All tokens but the padding before and after a sentence; nothing is taken for padding where EOS doubles as PAD."""
+    if pad is None or pad == getattr(model.config, "eos_token_id", None):
+        return torch.ones_like(ids, dtype=torch.bool)
+    return _between(ids != pad)
+
+
+def _between(real: Tensor) -> Tensor:
+    """Fills the gaps between the first and the last True of each row."""
+    before = real.long().cumsum(1) > 0
+    after = real.flip(1).long().cumsum(1).flip(1) > 0
+    return before & after
+
+
+def _prepare_decoder(model: Any, info: BatchInfo, tensors: dict[str, Any], labels: Any, pad: int | None) -> None:
+    ids = tensors.get("decoder_input_ids")
+    mask = _given_mask(tensors, "decoder_attention_mask")
+    if ids is None and isinstance(labels, Tensor):
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+        if shift is None:
+            raise ValueError(
+                f"{type(model).__name__} cannot make decoder inputs from labels: put decoder_input_ids into the batch."
+            )
+        ids = shift(labels)
+    if ids is None:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model: the batch needs labels or decoder_input_ids (the target "
+            "sentences), otherwise cross-attention and decoder self-attention have nothing to show."
+        )
+    tensors["decoder_input_ids"] = ids
+    check_vocabulary(model, ids, "decoder token id")
+    check_length(model, ids.shape[1])
+    info.decoder_ids = ids
+    if mask is None and isinstance(labels, Tensor) and labels.shape == ids.shape:
+        real = labels != -100
+        if pad is not None:
+            real = real & (labels != pad)
+        # Label i is what query i predicts. Ignored labels inside a sentence are still read as inputs.
+        mask = _until_last(real)
+    elif mask is None:
+        real = torch.ones_like(ids, dtype=torch.bool) if pad is None else ids != pad
+        # Several models start decoding with the padding token itself.
+        real[:, 0] = True
+        mask = _until_last(real)
+    info.decoder_mask = mask
+
+
+def _until_last(real: Tensor) -> Tensor:
+    return real.flip(1).long().cumsum(1).flip(1) > 0

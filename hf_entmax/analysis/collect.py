@@ -1,0 +1,412 @@
+"""Streaming over data: exact sums of attention statistics, one layer's weights at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.integration.discovery import AttentionSite, attention_sites
+from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.observe import observe_attention
+
+from .accumulate import GROUPS, SiteSums, SumOptions
+from .batches import BatchInfo, is_encoder_decoder, prepare_batch
+from .conllu import UNIVERSAL_RELATIONS
+from .context import SiteContext, build_context
+from .gather import gather_collection
+from .sentences import SentenceExtremes
+from .site_statistics import LayerInfo, SiteStatistics
+from .statistics import SITES, AttentionStatistics, describe_device
+from .words import INTERROGATIVE_WORDS, TokenTable, token_table
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+#: Batches between two clean-ups of remembered sentences.
+_PRUNE_EVERY = 16
+
+
+class AnalysisError(ValueError):
+    """An analysis that broke off; what had been measured until then is in :attr:`statistics`.
+
+    Attributes:
+        statistics: the statistics of all batches before the one that failed.
+    """
+
+    def __init__(self, message: str, statistics: AttentionStatistics) -> None:
+        super().__init__(message)
+        self.statistics = statistics
+
+
+def collect(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    tokenizer: Any = None,
+    groups: Sequence[str] | None = None,
+    sites: Sequence[str] | None = None,
+    accelerator: Accelerator | None = None,
+    interrogatives: Iterable[str] = INTERROGATIVE_WORDS["en"],
+    max_distance: int = 10,
+    alignment_threshold: float = 0.1,
+    density_threshold: float = 0.0,
+    on_error: str = "raise",
+    progress: bool = False,
+    total: int | None = None,
+    name: str | None = None,
+) -> AttentionStatistics:
+    """Measures what the heads of a model do on a stream of batches.
+
+    Works for any model that :func:`hf_entmax.patch_model` supports, patched or plain softmax. Sums are exact (float64),
+    ratios are taken at the end: the result does not depend on batch size, order or number of processes beyond the
+    rounding of the model itself. Memory does not grow with the data. Padding never counts. The model is put in
+    evaluation mode for the time of the call and is not changed.
+
+    Args:
+        model: a Transformers ``PreTrainedModel``.
+        batches: dicts of tensors as a data collator returns them: ``input_ids`` [B, T], ``attention_mask`` [B, T],
+            for encoder-decoder models ``labels`` (-100 = padding) or ``decoder_input_ids``, and
+            ``decoder_attention_mask``. May also hold ``word_ids`` [B, T] (-1 = no word), and gold annotation:
+            ``dependency_heads`` [B, W], ``dependency_relations`` [B, W] (index into the universal relations),
+            ``source_words``, ``target_words`` [B, T], ``sure_links`` and ``possible_links`` bool [B, W_t, W_s].
+        tokenizer: makes statistics of words, special tokens and questions possible.
+        groups: subset of "sparsity", "diversity", "position", "roles", "words", "dependency", "alignment"; default: all
+            that the batches allow.
+        sites: subset of "encoder_self", "cross", "decoder_self"; default: all that the model has.
+        accelerator: shards the batches over its processes (every process must get the same stream, not prepared by
+            Accelerate) and adds up the sums, so that all return the same statistics.
+        interrogatives: words that ask, lower case.
+        max_distance: distances kept apart in the distance profile, in tokens, at least 1.
+        alignment_threshold: weight above which the method "threshold" sees a link, in [0, 1).
+        density_threshold: count weights above it as nonzero, in [0, 1); 0 counts every nonzero weight.
+        on_error: "raise" stops at a batch that cannot be used (with the results so far in the exception), "skip" notes
+            it and goes on.
+        progress: show a progress bar on the main process.
+        total: number of batches, for the bar, where ``batches`` has no length.
+        name: what to call the model; default: its name or path.
+
+    Returns:
+        The statistics.
+
+    Raises:
+        TypeError: ``batches`` or one of them has a wrong type.
+        ValueError: an unknown option, attention that cannot be seen, no data at all.
+        AnalysisError: a batch that cannot be used, with ``on_error="raise"``; a ``ValueError`` with ``.statistics``.
+
+    Reference:
+        Correia, Niculae, Martins 2019, section 5.
+    """
+    _check_options(groups, sites, max_distance, alignment_threshold, density_threshold, on_error)
+    if isinstance(batches, Mapping):
+        raise TypeError("batches must be an iterable of dicts; for a single batch pass [batch].")
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    if world > 1 and type(batches).__name__ in ("DataLoaderShard", "DataLoaderDispatcher"):
+        raise ValueError(
+            "pass the DataLoader as it was before accelerator.prepare: collect shards it itself, without repeated samples."
+        )
+    table, notes = _table(tokenizer)
+    stream = iter(_with_progress(batches, progress and rank == 0, total, name))
+    collector: _Collector | None = None
+    error: Exception | None = None
+    first_index = 0
+    with _evaluation(model), torch.no_grad():
+        for number, batch in enumerate(stream):
+            if collector is None:
+                wanted = _wanted_groups(groups, batch, table)
+                collector = _Collector(
+                    model,
+                    SumOptions(wanted, max_distance, len(UNIVERSAL_RELATIONS), alignment_threshold, density_threshold),
+                    _present_sites(model, sites),
+                    table,
+                    tokenizer,
+                    tuple(interrogatives),
+                )
+            size = _batch_size(batch)
+            if number % world == rank:
+                try:
+                    collector.run(batch, first_index)
+                except (ValueError, TypeError, IndexError, RuntimeError) as problem:
+                    if isinstance(problem, torch.OutOfMemoryError):
+                        raise
+                    text = f"batch {number} (sentences {first_index} to {first_index + size - 1}): {problem}"
+                    if on_error == "raise":
+                        error = _relabel(problem, text)
+                        break
+                    notes.append(f"Left out {text}")
+            first_index += size
+    if collector is None:
+        raise ValueError("there is no data: the stream of batches is empty.")
+    statistics = collector.finish(name or _model_name(model), notes)
+    if accelerator is not None:
+        error = gather_collection(statistics, collector.repeats(), accelerator, error)
+    if error is not None:
+        raise AnalysisError(str(error), statistics) from error
+    if statistics.num_sentences == 0:
+        raise AnalysisError("no batch could be used. " + " ".join(statistics.notes), statistics)
+    statistics.info.setdefault("device", describe_device(model))
+    return statistics
+
+
+class _Collector:
+    """State of one run: sums by site, sentences remembered, calls counted."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: SumOptions,
+        sites: frozenset[str],
+        table: TokenTable | None,
+        tokenizer: Any,
+        interrogatives: tuple[str, ...],
+    ) -> None:
+        self.model, self.options, self.table, self.tokenizer = model, options, table, tokenizer
+        self.interrogatives = interrogatives
+        self.modules: dict[str, list[AttentionSite]] = {}
+        for module in attention_sites(model):
+            if module.site in sites:
+                self.modules.setdefault(module.site, []).append(module)
+        device = next(model.parameters()).device
+        self.sums = {
+            site: SiteSums(site, [module.num_heads for module in modules], options, device)
+            for site, modules in self.modules.items()
+        }
+        self.layers = {
+            site: [LayerInfo(module.name, place, module.num_heads) for place, module in enumerate(modules)]
+            for site, modules in self.modules.items()
+        }
+        self.rows = {
+            (module.name, 0): place for modules in self.modules.values() for place, module in enumerate(modules)
+        }
+        self.extremes: dict[str, SentenceExtremes] = {}
+        self.num_sentences = 0
+        self.num_tokens: Counter[str] = Counter()
+        self._batches = 0
+        self._remembered: dict[str, dict[int, Tensor]] = {}
+
+    def run(self, batch: Mapping[str, Any], first_index: int) -> None:
+        """Runs the model on one batch and adds what its attention shows."""
+        info = prepare_batch(self.model, batch)
+        calls: Counter[str] = Counter()
+        contexts: dict[tuple[str, int, int, int], SiteContext] = {}
+        densities: dict[str, dict[int, Tensor]] = {}
+        pending: list[tuple[str, int, SiteContext, Tensor | None]] = []
+
+        def observer(module: AttentionSite, weights: Tensor) -> None:
+            if module.site not in self.modules:
+                return
+            if weights.device.type == "mps":
+                weights = weights.cpu()
+            row = self._row(module, calls[module.name])
+            calls[module.name] += 1
+            shape = (weights.shape[0], weights.shape[2], weights.shape[3])
+            key = (module.site, *shape)
+            if key not in contexts:
+                contexts[key] = build_context(
+                    module.site, shape, info, self.options.groups, self.table, self.interrogatives
+                )
+            density = self.sums[module.site].update(row, weights, contexts[key])
+            pending.append((module.site, row, contexts[key], density))
+
+        with observe_attention(self.model, observer):
+            self.model(**info.inputs)
+        if not pending:
+            raise ValueError("the model ran without calling any attention module of the sites asked for.")
+        for site, row, context, density in pending:
+            if density is not None and context.per_sentence:
+                densities.setdefault(site, {})[row] = density
+        for site, context in {context.site: context for context in contexts.values()}.items():
+            self.num_tokens[site] += int(context.query_counts.sum())
+        self.num_sentences += info.size
+        self._remember(info, contexts, densities, first_index)
+
+    def _row(self, module: AttentionSite, call: int) -> int:
+        key = (module.name, call)
+        if key not in self.rows:
+            # A module shared among layers (ALBERT) is called once per layer: each call is a layer of its own.
+            self.rows[key] = self.sums[module.site].add_row(module.num_heads)
+            self.layers[module.site].append(LayerInfo(module.name, self.rows[key], module.num_heads))
+        return self.rows[key]
+
+    def _remember(
+        self,
+        info: BatchInfo,
+        contexts: dict[tuple[str, int, int, int], SiteContext],
+        densities: dict[str, dict[int, Tensor]],
+        first_index: int,
+    ) -> None:
+        self._batches += 1
+        lengths = {
+            context.site: context.query_counts.long().cpu() for context in contexts.values() if context.per_sentence
+        }
+        for site, rows in densities.items():
+            heads = max(self.sums[site].num_heads)
+            stacked = torch.full((len(self.layers[site]), info.size, heads), float("nan"), dtype=torch.float64)
+            for row, density in rows.items():
+                stacked[row, :, : density.shape[1]] = density.cpu()
+            if site not in self.extremes:
+                self.extremes[site] = SentenceExtremes(len(self.layers[site]), heads)
+            self.extremes[site].update(stacked, lengths[site], first_index)
+            ids, mask = info.tokens(site)
+            if ids is not None and self.tokenizer is not None:
+                kept = self._remembered.setdefault(site, {})
+                keep = mask if mask is not None else torch.ones_like(ids, dtype=torch.bool)
+                wanted = self.extremes[site].wanted()
+                for place in range(info.size):
+                    if first_index + place in wanted:
+                        kept[first_index + place] = ids[place][keep[place]].cpu()
+        if self._batches % _PRUNE_EVERY == 0:
+            self._prune()
+
+    def _prune(self) -> None:
+        for site, extremes in self.extremes.items():
+            wanted = extremes.wanted()
+            self._remembered[site] = {key: ids for key, ids in self._remembered.get(site, {}).items() if key in wanted}
+
+    def repeats(self) -> dict[str, list[LayerInfo]]:
+        """Layers by site, including those found only while running."""
+        return self.layers
+
+    def finish(self, name: str, notes: list[str]) -> AttentionStatistics:
+        """Brings the sums to the CPU and gives them their meaning."""
+        self._prune()
+        for site, extremes in self.extremes.items():
+            remembered = self._remembered.get(site, {})
+            extremes.texts = {
+                key: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for key, ids in remembered.items()
+            }
+        statistics = AttentionStatistics(
+            name=name, num_sentences=self.num_sentences, num_tokens=dict(self.num_tokens), notes=notes
+        )
+        order = [site for site in SITES if site in self.sums] + [site for site in self.sums if site not in SITES]
+        for site in order:
+            sums = {key: value.cpu() for key, value in self.sums[site].sums.items()}
+            relations = UNIVERSAL_RELATIONS if "dependency" in self.options.groups else ()
+            statistics.sites[site] = SiteStatistics(
+                site, list(self.layers[site]), sums, self.options.max_distance, relations
+            )
+        statistics.extremes = dict(self.extremes)
+        statistics.alphas = _alphas(self.model, self.layers)
+        statistics.info = {"groups": sorted(self.options.groups), "density_threshold": self.options.density_threshold}
+        statistics.info["alignment_threshold"] = self.options.alignment_threshold
+        return statistics
+
+
+def _check_options(groups, sites, max_distance, alignment_threshold, density_threshold, on_error) -> None:
+    for what, given, allowed in (("groups", groups, GROUPS), ("sites", sites, SITES)):
+        if isinstance(given, str):
+            raise TypeError(f"{what} must be a sequence of names, got the string {given!r}; write [{given!r}].")
+        unknown = [value for value in given or () if value not in allowed]
+        if unknown:
+            raise ValueError(
+                f"{what} holds {', '.join(map(repr, unknown))}; allowed are {', '.join(map(repr, allowed))}."
+            )
+    if max_distance < 1:
+        raise ValueError(f"max_distance is {max_distance}; it must be at least 1 token.")
+    for what, value in (("alignment_threshold", alignment_threshold), ("density_threshold", density_threshold)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{what} is {value}; it must lie in [0, 1).")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is {on_error!r}; allowed are 'raise' and 'skip'.")
+
+
+def _table(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
+    if tokenizer is None:
+        return None, []
+    try:
+        return token_table(tokenizer), []
+    except ValueError as problem:
+        return None, [str(problem)]
+
+
+def _wanted_groups(groups: Sequence[str] | None, batch: Mapping[str, Any], table: TokenTable | None) -> frozenset[str]:
+    if groups is not None:
+        return frozenset(groups)
+    wanted = {"sparsity", "diversity", "position", "roles"}
+    if table is not None or batch.get("word_ids") is not None:
+        wanted.add("words")
+    if batch.get("dependency_heads") is not None:
+        wanted.add("dependency")
+    if batch.get("sure_links") is not None:
+        wanted.add("alignment")
+    return frozenset(wanted)
+
+
+def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:
+    present = {module.site for module in attention_sites(model)}
+    if not present:
+        raise ValueError(
+            f"{type(model).__name__} has no attention module that goes through Transformers' attention interface, so there "
+            "are no attention weights to look at. Models supported by hf_entmax.patch_model can be analysed."
+        )
+    missing = sorted(set(sites or ()) - present)
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no {', '.join(missing)} attention; it has {', '.join(sorted(present))}."
+        )
+    return frozenset(sites) if sites else frozenset(present)
+
+
+def _batch_size(batch: Mapping[str, Any]) -> int:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch must be a dict of tensors as a data collator returns it, got {type(batch).__name__}.")
+    return next((int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0), 0)
+
+
+def _relabel(problem: Exception, text: str) -> Exception:
+    relabelled = ValueError(text)
+    relabelled.__cause__ = problem
+    return relabelled
+
+
+def _model_name(model: Any) -> str:
+    return getattr(model, "name_or_path", "") or type(model).__name__
+
+
+def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]:
+    """Alpha by site, one row per layer; layers that keep their softmax have 1."""
+    modules = {module.name: module for module in attention_sites(model)}
+    if not any(CHILD in module.module._modules for module in modules.values()):
+        return {}
+    result = {}
+    for site, infos in layers.items():
+        rows = torch.full((len(infos), max(info.num_heads for info in infos)), float("nan"), dtype=torch.float64)
+        for place, info in enumerate(infos):
+            heads = modules[info.name].module._modules.get(CHILD)
+            value = heads() if heads is not None else 1.0
+            if isinstance(value, Mapping):  # another mapping than entmax
+                continue
+            rows[place, : info.num_heads] = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        if not bool(rows.isnan().all()):
+            result[site] = rows
+    return result
+
+
+@contextlib.contextmanager
+def _evaluation(model: Any) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _with_progress(
+    batches: Iterable[Mapping[str, Any]], show: bool, total: int | None, name: str | None
+) -> Iterable[Mapping[str, Any]]:
+    if not show:
+        return batches
+    from tqdm.auto import tqdm
+
+    if total is None and hasattr(batches, "__len__"):
+        total = len(batches)  # type: ignore[arg-type]
+    return tqdm(batches, total=total, desc=f"attention of {name}" if name else "attention", unit="batch", leave=False)
+
+
+__all__ = ["AnalysisError", "collect", "is_encoder_decoder"]

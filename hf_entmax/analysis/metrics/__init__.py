@@ -1,0 +1,34 @@
+"""Statistics of attention weights: pure functions on tensors [B, H, T_q, T_k], each with its equation and its paper.
+
+All of them build sums first and divide last, so that :func:`hf_entmax.analysis.collect` can add the sums of many
+batches and get exactly what one huge batch would have given.
+"""
+
+from .diversity import head_diversity
+from .gold import alignment_error_rate, alignment_links, dependency_accuracy
+from .masks import possible_pairs
+from .position import distance_profile, positional_census, positional_confidence, positional_share
+from .sparsity import ambiguity, density, entropy, max_weight, mean_support, sentence_density
+from .words import interrogation, sink_mass, subword_merging, word_attention
+
+__all__ = [
+    "alignment_error_rate",
+    "alignment_links",
+    "ambiguity",
+    "density",
+    "dependency_accuracy",
+    "distance_profile",
+    "entropy",
+    "head_diversity",
+    "interrogation",
+    "max_weight",
+    "mean_support",
+    "positional_census",
+    "positional_confidence",
+    "positional_share",
+    "possible_pairs",
+    "sentence_density",
+    "sink_mass",
+    "subword_merging",
+    "word_attention",
+]

@@ -1,0 +1,209 @@
+"""Heads that look at a fixed distance: confidence, share of the arg-max, distance profile, census."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masks import keep_pairs, possible_pairs, ratio, result_dtype
+
+
+def diagonal_sums(values: Tensor) -> Tensor:
+    """Sums a batch of matrices along their diagonals.
+
+    Args:
+        values: [..., T_q, T_k].
+
+    Returns:
+        [..., T_q + T_k - 1]; entry ``c`` holds the sum over all (i, j) with ``j - i = c - (T_q - 1)``.
+    """
+    *lead, num_queries, num_keys = values.shape
+    if num_queries == 0 or num_keys == 0:
+        return values.new_zeros(*lead, max(num_queries + num_keys - 1, 0))
+    # Row i, padded to width T_k + T_q and read again with width T_k + T_q - 1, is shifted right by i: after a flip
+    # every diagonal has become a column, without a Python loop over the offsets.
+    width = num_queries + num_keys
+    skewed = F.pad(values.flip(-2), (0, num_queries)).reshape(*lead, num_queries * width)
+    skewed = skewed[..., : num_queries * (width - 1)].reshape(*lead, num_queries, width - 1)
+    return skewed.sum(dim=-2)
+
+
+def offset_column(num_queries: int, offset: int) -> int:
+    """Index of an offset in the last dimension of :func:`diagonal_sums`; may lie outside it."""
+    return num_queries - 1 + offset
+
+
+def argmax_counts(argmax: Tensor, pairs: Tensor, offset: int) -> Tensor:
+    """Counts the queries whose largest weight lies exactly at ``offset``.
+
+    Args:
+        argmax: long [B, H, T_q], the key with the largest weight; -1 where a row has no weight at all.
+        pairs: bool [B, T_q, T_k].
+        offset: key position minus query position.
+
+    Returns:
+        float64 [B, H].
+    """
+    num_queries, num_keys = pairs.shape[-2:]
+    target = torch.arange(num_queries, device=pairs.device) + offset
+    inside = (target >= 0) & (target < num_keys)
+    exists = inside & pairs.gather(-1, target.clamp(0, num_keys - 1).expand(pairs.shape[0], -1).unsqueeze(-1))[..., 0]
+    return ((argmax == target) & exists.unsqueeze(1)).sum(dim=-1).double()
+
+
+def _check_offset(offset: int) -> int:
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset must be an integer (-1 previous, 0 current, +1 next), got {offset!r}.")
+    return offset
+
+
+def positional_confidence(
+    weights: Tensor,
+    key_mask: Tensor,
+    offset: int = -1,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    r"""Mean weight that a head puts on the key at a fixed distance from the query.
+
+    .. math:: c_h(o) = \frac{1}{N_o} \sum_{b,t} p_{b,h,t,t+o}
+
+    over the N_o real queries t for which the real key t + o exists.
+
+    Args:
+        weights: attention weights [B, H, T_q, T_k].
+        key_mask: bool [B, T_k], True = real key.
+        offset: key position minus query position; -1 previous, 0 current, +1 next token.
+        query_mask: bool [B, T_q], True = real query. Default: ``key_mask`` for square weights, otherwise all queries.
+        causal: keys after the query do not exist.
+
+    Returns:
+        Tensor [H] in [0, 1]; NaN when no query has such a key. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
+
+    Reference:
+        Correia, Niculae, Martins 2019, section 5.2 and figure 7.
+    """
+    _check_offset(offset)
+    pairs = possible_pairs(weights, key_mask, query_mask, causal)
+    on_offset = keep_pairs(weights, pairs).diagonal(offset, dim1=-2, dim2=-1)
+    count = pairs.diagonal(offset, dim1=-2, dim2=-1).sum().double()
+    return ratio(on_offset.double().sum(dim=(0, -1)), count, result_dtype(weights))
+
+
+def positional_share(
+    weights: Tensor,
+    key_mask: Tensor,
+    offset: int = -1,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Fraction of the queries whose largest weight lies at a fixed distance.
+
+    A head is called positional for ``offset`` when this exceeds one half.
+
+    Args:
+        weights: attention weights [B, H, T_q, T_k].
+        key_mask: bool [B, T_k], True = real key.
+        offset: key position minus query position.
+        query_mask: bool [B, T_q]; default as in :func:`positional_confidence`.
+        causal: keys after the query do not exist.
+
+    Returns:
+        Tensor [H] in [0, 1], over the real queries for which the real key exists; NaN when there are none. A row
+        without any weight agrees with no offset. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
+
+    Reference:
+        Voita et al. 2019, section 5.1; Correia, Niculae, Martins 2019, section 5.2.
+    """
+    _check_offset(offset)
+    pairs = possible_pairs(weights, key_mask, query_mask, causal)
+    largest, argmax = keep_pairs(weights, pairs).max(dim=-1)
+    counts = argmax_counts(argmax.masked_fill(largest <= 0, -1), pairs, offset)
+    count = pairs.diagonal(offset, dim1=-2, dim2=-1).sum().double()
+    return ratio(counts.sum(0), count, result_dtype(weights))
+
+
+def distance_profile(
+    weights: Tensor,
+    key_mask: Tensor,
+    max_distance: int = 10,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    r"""Share of a head's mass at every distance between key and query.
+
+    .. math:: m_h(o) = \frac{\sum_{b,t} p_{b,h,t,t+o}}{\sum_{b,t,j} p_{b,h,t,j}}
+
+    Args:
+        weights: attention weights [B, H, T_q, T_k].
+        key_mask: bool [B, T_k], True = real key.
+        max_distance: D >= 1; distances beyond it are gathered in the first and the last entry.
+        query_mask: bool [B, T_q]; default as in :func:`positional_confidence`.
+        causal: the site is causal.
+
+    Returns:
+        Tensor [H, 2 D + 3]: mass at o < -D, at o = -D .. D, at o > D (tokens); rows sum to 1. NaN for a head without
+        mass. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape, or ``max_distance`` below 1.
+
+    Reference:
+        Distances as in Correia, Niculae, Martins 2019, section 5.2, extended from -1, 0, +1 to all.
+    """
+    if max_distance < 1:
+        raise ValueError(f"max_distance is {max_distance}; it must be at least 1 token.")
+    pairs = possible_pairs(weights, key_mask, query_mask, causal)
+    sums = diagonal_sums(keep_pairs(weights, pairs)).double().sum(0)
+    profile = gather_distances(sums, weights.shape[-2], max_distance)
+    return ratio(profile, sums.sum(-1, keepdim=True), result_dtype(weights))
+
+
+def gather_distances(sums: Tensor, num_queries: int, max_distance: int) -> Tensor:
+    """Folds the result of :func:`diagonal_sums` into ``2 * max_distance + 3`` bins with open ends."""
+    offsets = torch.arange(sums.shape[-1], device=sums.device) - (num_queries - 1)
+    bins = offsets.clamp(-max_distance - 1, max_distance + 1) + max_distance + 1
+    out = sums.new_zeros(*sums.shape[:-1], 2 * max_distance + 3)
+    return out.index_add_(-1, bins, sums)
+
+
+def positional_census(confidence: Tensor, share: Tensor) -> dict[str, Any]:
+    """Lists the heads that are positional for one offset, with medians.
+
+    Args:
+        confidence: [..., heads], :func:`positional_confidence` of many heads (for example [layers, heads]).
+        share: the same shape, :func:`positional_share`.
+
+    Returns:
+        A dict: ``heads`` (index tuples, most confident first), ``confidences`` (one per head listed), ``median``
+        (their median, NaN without such a head), ``median_all`` (of all heads).
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figure 7 (medians over the positional heads of a model).
+    """
+    if confidence.shape != share.shape:
+        raise ValueError(
+            f"confidence has shape {list(confidence.shape)} and share {list(share.shape)}; both must agree."
+        )
+    indices = (share > 0.5).nonzero()
+    values = confidence[tuple(indices.T)] if len(indices) else confidence.new_zeros(0)
+    order = values.argsort(descending=True)
+    known = confidence[~confidence.isnan()]
+    return {
+        "heads": [tuple(int(i) for i in row) for row in indices[order]],
+        "confidences": [float(value) for value in values[order]],
+        "median": float(values.double().quantile(0.5)) if len(values) else float("nan"),
+        "median_all": float(known.double().quantile(0.5)) if len(known) else float("nan"),
+    }

@@ -1,0 +1,188 @@
+"""Roles that a head may play, as sets of (query, key) pairs, and the name that explains a head best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Roles found in any text, in the order in which their sums are kept.
+TEXT_ROLES = (
+    "previous",
+    "current",
+    "next",
+    "first",
+    "special",
+    "punctuation",
+    "subword",
+    "repeated",
+    "induction",
+    "question",
+)
+DEPENDENCY_ROLES = ("dependency_head", "dependent")
+ALIGNMENT_ROLES = ("aligned_output", "aligned_input")
+
+#: What a head of each role does, to follow "looks at".
+ROLE_PHRASES = {
+    "previous": "the previous token",
+    "current": "the token itself",
+    "next": "the next token",
+    "first": "the first token",
+    "special": "special tokens",
+    "punctuation": "punctuation",
+    "subword": "the other subwords of the same word",
+    "repeated": "other occurrences of the same token",
+    "induction": "what followed an earlier occurrence of the same token",
+    "question": "the question mark from the word that asks",
+    "dependency_head": "the syntactic head",
+    "dependent": "a syntactic dependent",
+    "aligned_output": "the source words aligned with the word being produced",
+    "aligned_input": "the source words aligned with the word just read",
+}
+#: The same in a word or two, for tables and legends.
+ROLE_NAMES = {
+    "previous": "previous token",
+    "current": "same token",
+    "next": "next token",
+    "first": "first token",
+    "special": "special tokens",
+    "punctuation": "punctuation",
+    "subword": "subword merging",
+    "repeated": "repeated token",
+    "induction": "induction",
+    "question": "interrogation",
+    "dependency_head": "dependency head",
+    "dependent": "dependent",
+    "aligned_output": "alignment (output)",
+    "aligned_input": "alignment (input)",
+}
+# In cross-attention an offset is a distance between target and source positions.
+CROSS_ROLE_PHRASES = {
+    "previous": "the source position one before the target position",
+    "current": "the source position equal to the target position",
+    "next": "the source position one after the target position",
+    "first": "the first source token",
+}
+CROSS_ROLE_NAMES = {"previous": "position − 1", "current": "same position", "next": "position + 1"}
+
+
+@dataclass(frozen=True)
+class HeadRole:
+    """How well one role explains one head.
+
+    Attributes:
+        role: a key of :data:`ROLE_NAMES`.
+        score: mean mass on the keys of the role, over the queries that have any, in [0, 1].
+        chance: the score of a head that spreads its weight evenly.
+        strength: ``(score - chance) / (1 - chance)``: 0 = an even head, 1 = nothing but this role.
+        evidence: number of queries that had a key of the role.
+    """
+
+    role: str
+    score: float
+    chance: float
+    strength: float
+    evidence: int
+
+
+def strength(score: Tensor, chance: Tensor) -> Tensor:
+    """Score corrected for chance as in Cohen's kappa; NaN where an even head would score 1 already."""
+    return torch.where(
+        chance < 1.0, (score - chance) / (1.0 - chance).clamp(min=1e-12), torch.full_like(score, float("nan"))
+    )
+
+
+def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
+    """Marks the key at a fixed distance of every query.
+
+    Args:
+        pairs: bool [B, T_q, T_k].
+        shift: long [B], what must be added to ``key index - query index`` so that first real key and first real query
+            are at distance 0 (left padding that differs between source and target).
+        offset: key position minus query position.
+
+    Returns:
+        bool [B, T_q, T_k].
+    """
+    num_queries, num_keys = pairs.shape[-2:]
+    distance = torch.arange(num_keys, device=pairs.device) - torch.arange(num_queries, device=pairs.device).unsqueeze(
+        -1
+    )
+    return pairs & ((distance + shift.view(-1, 1, 1)) == offset)
+
+
+def text_targets(
+    pairs: Tensor,
+    shift: Tensor,
+    *,
+    first_key: Tensor,
+    special: Tensor | None = None,
+    punctuation: Tensor | None = None,
+    words: Tensor | None = None,
+    tokens: Tensor | None = None,
+    interrogative: Tensor | None = None,
+    question: Tensor | None = None,
+    cross: bool = False,
+) -> list[Tensor]:
+    """Marks the keys of every role of :data:`TEXT_ROLES`; a role without the means to find it marks none.
+
+    Args:
+        pairs: bool [B, T_q, T_k], possible pairs.
+        shift: long [B], see :func:`offset_targets`.
+        first_key: long [B], index of the first real key.
+        special: bool [B, T_k], special tokens.
+        punctuation: bool [B, T_k].
+        words: long [B, T], -1 = none; self-attention only.
+        tokens: long [B, T] ids with -1 for special tokens; self-attention only.
+        interrogative: bool [B, T].
+        question: bool [B, T].
+        cross: cross-attention, where roles within one sentence have no meaning.
+
+    Returns:
+        One bool tensor [B, T_q, T_k] per role.
+    """
+    nothing = torch.zeros_like(pairs)
+    targets = {
+        name: offset_targets(pairs, shift, offset) for name, offset in (("previous", -1), ("current", 0), ("next", 1))
+    }
+    keys = torch.arange(pairs.shape[-1], device=pairs.device)
+    first = pairs & (keys == first_key.view(-1, 1)).unsqueeze(1)
+    if not cross:
+        # The first query of a causal head has no choice, and any other head may mean itself there.
+        first = first & (keys != first_key.view(-1, 1)).unsqueeze(-1)
+    targets["first"] = first
+    if special is not None:
+        targets["special"] = pairs & special.unsqueeze(1)
+    if punctuation is not None:
+        targets["punctuation"] = pairs & punctuation.unsqueeze(1)
+    if not cross and words is not None:
+        off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+        same = (words.unsqueeze(-1) == words.unsqueeze(-2)) & (words >= 0).unsqueeze(-1)
+        targets["subword"] = pairs & same & off_diagonal
+    if not cross and tokens is not None:
+        real = tokens >= 0
+        same_token = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & real.unsqueeze(-1)
+        off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+        targets["repeated"] = pairs & same_token & off_diagonal
+        # Key k follows an earlier occurrence of the query's token: tokens[k - 1] == tokens[q] with k - 1 < q.
+        earlier = same_token & off_diagonal.tril()
+        targets["induction"] = pairs & torch.cat([torch.zeros_like(earlier[..., :1]), earlier[..., :-1]], dim=-1)
+    if not cross and interrogative is not None and question is not None:
+        targets["question"] = pairs & interrogative.unsqueeze(-1) & question.unsqueeze(-2)
+    return [targets.get(name, nothing) for name in TEXT_ROLES]
+
+
+def chance_sums(targets: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries that have a target, and the mass an even head would give to the targets.
+
+    Args:
+        targets: bool [..., B, T_q, T_k], a subset of ``pairs``.
+        pairs: bool [B, T_q, T_k].
+
+    Returns:
+        ``(queries [..., B], chance [..., B])``, float64 sums over the queries.
+    """
+    marked = targets.sum(dim=-1).double()
+    possible = pairs.sum(dim=-1).double().clamp(min=1.0)
+    return (marked > 0).sum(dim=-1).double(), (marked / possible).sum(dim=-1)

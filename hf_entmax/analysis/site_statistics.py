@@ -1,0 +1,287 @@
+"""The numbers of one site, derived from its exact sums: ratios are taken here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .accumulate import CONFIDENCE_BINS, DENSITY_BINS, DIRECTIONS, OFFSETS
+from .context import ALIGNMENT_STEPS
+from .metrics.diversity import normalize_divergence
+from .metrics.gold import ALIGNMENT_METHODS, error_rate
+from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES, HeadRole, strength
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of a site.
+
+    Attributes:
+        name: dotted name of its attention module.
+        layer: number within the site, from 0.
+        num_heads: number of query heads.
+    """
+
+    name: str
+    layer: int
+    num_heads: int
+
+
+@dataclass
+class SiteStatistics:
+    """Statistics of all layers and heads of one attention site.
+
+    Methods return tensors [layers, heads] in float64 unless said otherwise. NaN stands for "not measured": the means
+    were missing (no tokenizer, no gold data), nothing was counted, or a layer has fewer heads than another.
+
+    Attributes:
+        site: "encoder_self", "cross" or "decoder_self".
+        layers: its layers in order.
+        sums: the exact sums, float64 on the CPU, first dimension = layer.
+        max_distance: distances kept apart in :meth:`distance_profile`.
+        relations: dependency relations in the order of :meth:`relation_accuracy`.
+    """
+
+    site: str
+    layers: list[LayerInfo]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    max_distance: int = 10
+    relations: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the widest layer."""
+        return max((layer.num_heads for layer in self.layers), default=0)
+
+    @property
+    def head_exists(self) -> Tensor:
+        """bool [layers, heads]; False where a layer has fewer heads than the widest."""
+        counts = torch.tensor([layer.num_heads for layer in self.layers]).unsqueeze(-1)
+        return torch.arange(self.num_heads) < counts
+
+    def _nan(self, *trailing: int) -> Tensor:
+        return torch.full((self.num_layers, self.num_heads, *trailing), float("nan"), dtype=torch.float64)
+
+    def _per_head(self, numerator: str, denominator: str) -> Tensor:
+        """A sum [layers, heads, ...] over a count [layers, ...]."""
+        if numerator not in self.sums or denominator not in self.sums:
+            return self._nan()
+        top, bottom = self.sums[numerator], self.sums[denominator]
+        return self._mask(top / bottom.unsqueeze(1))
+
+    def _mask(self, values: Tensor) -> Tensor:
+        exists = self.head_exists.view(self.num_layers, self.num_heads, *[1] * (values.dim() - 2))
+        return values.masked_fill(~exists, float("nan"))
+
+    def density(self) -> Tensor:
+        """Fraction of possible weights that are not zero; see :func:`hf_entmax.analysis.density`."""
+        return self._per_head("support", "pairs")
+
+    def mean_support(self) -> Tensor:
+        """Mean number of keys with nonzero weight per query; see :func:`hf_entmax.analysis.mean_support`."""
+        return self._per_head("support", "queries")
+
+    def entropy(self) -> Tensor:
+        """Mean entropy of the rows in nats; see :func:`hf_entmax.analysis.entropy`."""
+        return self._per_head("entropy", "queries")
+
+    def max_weight(self) -> Tensor:
+        """Mean largest weight; see :func:`hf_entmax.analysis.max_weight`."""
+        return self._per_head("largest", "queries")
+
+    def sentence_density_mean(self) -> Tensor:
+        """Mean over sentences of the density of one sentence."""
+        return self._per_head("sentence_density", "sentences")
+
+    def sentence_density_std(self) -> Tensor:
+        """Standard deviation over sentences of the density of one sentence: how much a head's sparsity depends on the input."""
+        variance = self._per_head("sentence_density_sq", "sentences") - self.sentence_density_mean().square()
+        return variance.clamp(min=0.0).sqrt()
+
+    def density_histogram(self) -> Tensor:
+        """Numbers of sentences by density, [layers, heads, 20] over [0, 1]."""
+        return self.sums.get("density_histogram", self._nan(DENSITY_BINS))
+
+    def head_diversity(self, normalize: bool = True) -> Tensor:
+        """Jensen-Shannon divergence between the heads of each layer, [layers]; see :func:`hf_entmax.analysis.head_diversity`."""
+        if "divergence" not in self.sums:
+            return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
+        nats = (self.sums["divergence"] / self.sums["divergence_queries"]).clamp(min=0.0)
+        return torch.stack(
+            [
+                normalize_divergence(value, layer.num_heads, normalize)
+                for value, layer in zip(nats, self.layers, strict=True)
+            ]
+        )
+
+    def positional_confidence(self, offset: int = -1) -> Tensor:
+        """Mean weight at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_confidence`."""
+        return self.role_scores().get(_offset_role(offset), (self._nan(),))[0]
+
+    def positional_share(self, offset: int = -1) -> Tensor:
+        """Fraction of queries whose largest weight is at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_share`."""
+        if "argmax_hits" not in self.sums:
+            return self._nan()
+        place = OFFSETS.index(offset)
+        return self._mask(self.sums["argmax_hits"][..., place] / self.sums["argmax_queries"][:, None, place])
+
+    def positional_median(self, offset: int = -1) -> Tensor:
+        """Median over the queries of the weight at offset -1, 0 or +1, to within half a percent."""
+        if "confidence_histogram" not in self.sums:
+            return self._nan()
+        histogram = self.sums["confidence_histogram"][:, :, OFFSETS.index(offset)]
+        total = histogram.sum(-1, keepdim=True)
+        place = (histogram.cumsum(-1) < total / 2).sum(-1).double()
+        return self._mask(((place + 0.5) / CONFIDENCE_BINS).masked_fill(total[..., 0] == 0, float("nan")))
+
+    def distance_profile(self) -> Tensor:
+        """Share of the mass at every distance, [layers, heads, 2 D + 3]; see :func:`hf_entmax.analysis.distance_profile`."""
+        if "distance" not in self.sums:
+            return self._nan(2 * self.max_distance + 3)
+        return self._mask(self.sums["distance"] / self.sums["mass"].unsqueeze(-1))
+
+    def mean_distance(self) -> Tensor:
+        """Mean absolute distance between query and key in tokens, weighted by attention."""
+        if "absolute_distance" not in self.sums:
+            return self._nan()
+        return self._mask(self.sums["absolute_distance"] / self.sums["mass"])
+
+    def subword_merging(self, min_pieces: int = 1) -> Tensor:
+        """Subword-merging score; see :func:`hf_entmax.analysis.subword_merging`."""
+        if "merging_several" not in self.sums:
+            return self._nan()
+        sums = self.sums
+        if min_pieces == 2:
+            return self._per_head("merging_several", "words_several")
+        words = (sums["words_several"] + sums["words_single"]).unsqueeze(-1)
+        return self._mask((sums["merging_several"] + sums["merging_single"]) / words)
+
+    def interrogation(self) -> Tensor:
+        """Mean weight on the final question mark from words that ask; see :func:`hf_entmax.analysis.interrogation`."""
+        return self.role_scores().get("question", (self._nan(),))[0]
+
+    def sink_mass(self, kind: str = "special") -> Tensor:
+        """Mean mass on "special" tokens, the "first" token (from the others) or "punctuation"; see :func:`hf_entmax.analysis.sink_mass`."""
+        if kind not in ("special", "first", "punctuation"):
+            raise ValueError(f"kind is {kind!r}; allowed are 'special', 'first' and 'punctuation'.")
+        return self.role_scores().get(kind, (self._nan(),))[0]
+
+    def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
+        """Fraction of words whose largest weight is on the gold head; see :func:`hf_entmax.analysis.dependency_accuracy`."""
+        if "dependency_hits" not in self.sums:
+            return self._nan()
+        place = DIRECTIONS.index(direction)
+        return self._mask(self.sums["dependency_hits"][..., place] / self.sums["dependency_words"].unsqueeze(-1))
+
+    def relation_accuracy(self, direction: str = "to_head") -> Tensor:
+        """Dependency accuracy by relation, [layers, heads, relations]."""
+        if "relation_hits" not in self.sums:
+            return self._nan(len(self.relations))
+        hits = self.sums["relation_hits"][:, :, DIRECTIONS.index(direction)]
+        return self._mask(hits / self.sums["relation_words"].unsqueeze(1))
+
+    def relation_counts(self) -> Tensor:
+        """Number of annotated words per relation, [relations]."""
+        counts = self.sums.get("relation_words")
+        return torch.zeros(len(self.relations), dtype=torch.float64) if counts is None or not len(counts) else counts[0]
+
+    def dependency_baseline(self) -> tuple[int, float]:
+        """The best fixed distance and its accuracy: what a head reaches that always looks the same number of words away."""
+        counts = self.sums.get("dependency_offsets")
+        if counts is None or not len(counts) or not float(counts[0].sum()):
+            return 0, float("nan")
+        inner = counts[0, 1:-1]
+        best = int(inner.argmax())
+        return best - self.max_distance, float(inner[best] / counts[0].sum())
+
+    def _links(self, method: str, step: str) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        if method not in ALIGNMENT_METHODS or step not in ALIGNMENT_STEPS:
+            raise ValueError(
+                f"no alignment by method={method!r}, step={step!r}; methods are {', '.join(ALIGNMENT_METHODS)}, "
+                f"steps are {', '.join(ALIGNMENT_STEPS)}."
+            )
+        if "links" not in self.sums:
+            return None
+        at = (Ellipsis, ALIGNMENT_STEPS.index(step), ALIGNMENT_METHODS.index(method))
+        names = ("links_sure", "links_possible", "links")
+        on_sure, on_possible, links = (self.sums[name][at] for name in names)
+        return on_sure, on_possible, links, self.sums["sure"][:, None, ALIGNMENT_STEPS.index(step)]
+
+    def alignment_error_rate(self, method: str = "argmax", step: str = "output") -> Tensor:
+        """Alignment error rate of cross-attention; see :func:`hf_entmax.analysis.alignment_error_rate`.
+
+        Args:
+            method: "argmax", "threshold" or "support".
+            step: "output": read a target word's links at the step that predicts it; "input": one step later, where it
+                has just been read.
+        """
+        counts = self._links(method, step)
+        return self._nan() if counts is None else self._mask(error_rate(*counts))
+
+    def alignment_precision_recall(self, method: str = "argmax", step: str = "output") -> tuple[Tensor, Tensor]:
+        """Precision against possible links and recall of sure links, each [layers, heads]."""
+        counts = self._links(method, step)
+        if counts is None:
+            return self._nan(), self._nan()
+        on_sure, on_possible, links, sure = counts
+        return self._mask(on_possible / links), self._mask(on_sure / sure)
+
+    def role_scores(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """``{role: (score [layers, heads], chance [layers], queries [layers])}`` of all roles measured."""
+        result = {}
+        for prefix, names in (
+            ("role", TEXT_ROLES),
+            ("dependency_role", DEPENDENCY_ROLES),
+            ("alignment_role", ALIGNMENT_ROLES),
+        ):
+            if f"{prefix}_mass" not in self.sums:
+                continue
+            mass, queries, chance = (self.sums[f"{prefix}_{part}"] for part in ("mass", "queries", "chance"))
+            for place, name in enumerate(names):
+                score = self._mask(mass[..., place] / queries[:, None, place])
+                result[name] = (score, chance[:, place] / queries[:, place], queries[:, place])
+        return result
+
+    def ranked_roles(self, layer: int, head: int) -> list[HeadRole]:
+        """All roles measured for one head, the best explanation first."""
+        roles = []
+        for name, (score, chance, queries) in self.role_scores().items():
+            value = strength(score[layer, head], chance[layer])
+            if queries[layer] > 0 and not bool(value.isnan()):
+                roles.append(
+                    HeadRole(name, float(score[layer, head]), float(chance[layer]), float(value), int(queries[layer]))
+                )
+        return sorted(roles, key=lambda role: -role.strength)
+
+    def best_roles(self, min_strength: float = 0.5, min_evidence: int = 5) -> list[list[HeadRole | None]]:
+        """The role that explains each head best, ``[layers][heads]``.
+
+        Args:
+            min_strength: how far above chance a role must be, in (0, 1]; below it a head has no role (None).
+            min_evidence: queries needed before a role may be given to a head.
+        """
+        result: list[list[HeadRole | None]] = []
+        for layer in range(self.num_layers):
+            row: list[HeadRole | None] = []
+            for head in range(self.layers[layer].num_heads):
+                fit = [
+                    r
+                    for r in self.ranked_roles(layer, head)
+                    if r.strength >= min_strength and r.evidence >= min_evidence
+                ]
+                row.append(fit[0] if fit else None)
+            result.append(row)
+        return result
+
+
+def _offset_role(offset: int) -> str:
+    if offset not in OFFSETS:
+        raise ValueError(f"offset is {offset}; -1, 0 and +1 are kept, other distances stand in distance_profile().")
+    return {-1: "previous", 0: "current", 1: "next"}[offset]

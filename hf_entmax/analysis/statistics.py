@@ -1,0 +1,221 @@
+"""The result of an analysis: statistics of every site, with what is needed to merge, save and compare them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sentences import SentenceExtremes
+from .site_statistics import LayerInfo, SiteStatistics
+
+#: Order in which sites are reported.
+SITES = ("encoder_self", "cross", "decoder_self")
+_FORMAT = 1
+
+
+@dataclass
+class AttentionStatistics:
+    """Everything that was measured on one model.
+
+    Each property that ends in no parenthesis maps a site to a tensor, as :func:`hf_entmax.alphas` does:
+    ``statistics.density["cross"]`` is [layers, heads]. More is on :class:`SiteStatistics`, at ``statistics.sites``.
+
+    Attributes:
+        name: what to call the model in tables and figures.
+        sites: statistics by site.
+        alphas: alpha by site, [layers, heads], for sites with entmax attention; empty for a softmax model.
+        num_sentences: sentences seen.
+        num_tokens: real query tokens seen, by site.
+        extremes: sentences in which a head is densest and sparsest, by site.
+        importance: head importance by method ("masking": nats per token that the loss rises; "gradient": mean absolute
+            gradient, nats per token), each by site, [layers, heads].
+        examples: attention of a few sentences, for the viewer.
+        notes: what was left out, and why.
+        info: settings and origin, for the record.
+    """
+
+    name: str = "model"
+    sites: dict[str, SiteStatistics] = field(default_factory=dict)
+    alphas: dict[str, Tensor] = field(default_factory=dict)
+    num_sentences: int = 0
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    extremes: dict[str, SentenceExtremes] = field(default_factory=dict)
+    importance: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    examples: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def _map(self, read: Callable[[SiteStatistics], Tensor]) -> dict[str, Tensor]:
+        return {site: read(statistics) for site, statistics in self.sites.items()}
+
+    @property
+    def density(self) -> dict[str, Tensor]:
+        """Density by site, [layers, heads]."""
+        return self._map(SiteStatistics.density)
+
+    @property
+    def mean_support(self) -> dict[str, Tensor]:
+        """Mean number of nonzero weights per query by site, [layers, heads]."""
+        return self._map(SiteStatistics.mean_support)
+
+    @property
+    def entropy(self) -> dict[str, Tensor]:
+        """Mean entropy by site in nats, [layers, heads]."""
+        return self._map(SiteStatistics.entropy)
+
+    @property
+    def max_weight(self) -> dict[str, Tensor]:
+        """Mean largest weight by site, [layers, heads]."""
+        return self._map(SiteStatistics.max_weight)
+
+    @property
+    def head_diversity(self) -> dict[str, Tensor]:
+        """Jensen-Shannon divergence between heads by site in units of log(heads), [layers]."""
+        return self._map(SiteStatistics.head_diversity)
+
+    @property
+    def head_diversity_nats(self) -> dict[str, Tensor]:
+        """Jensen-Shannon divergence between heads by site in nats, [layers]."""
+        return self._map(lambda site: site.head_diversity(normalize=False))
+
+    def positional_confidence(self, offset: int = -1) -> dict[str, Tensor]:
+        """Mean weight at offset -1, 0 or +1 by site, [layers, heads]."""
+        return self._map(lambda site: site.positional_confidence(offset))
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the whole model."""
+        return sum(layer.num_heads for site in self.sites.values() for layer in site.layers)
+
+    def update(self, other: AttentionStatistics) -> AttentionStatistics:
+        """Takes over sums that this object does not have yet: what another pass, over gold data, measured.
+
+        Args:
+            other: statistics of the same model.
+
+        Returns:
+            This object.
+
+        Raises:
+            ValueError: ``other`` is of a model with other sites, layers or heads.
+        """
+        for name, site in other.sites.items():
+            mine = self.sites.get(name)
+            if mine is None:
+                self.sites[name] = site
+                continue
+            if mine.layers != site.layers:
+                raise ValueError(
+                    f"{self.name!r} and {other.name!r} differ in the layers or heads of {name}: not the same model."
+                )
+            for key, value in site.sums.items():
+                mine.sums.setdefault(key, value)
+            mine.relations = mine.relations or site.relations
+        self.notes.extend(note for note in other.notes if note not in self.notes)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept.
+
+        Args:
+            path: file to write.
+
+        Returns:
+            The path.
+        """
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        for name, site in self.sites.items():
+            tensors |= {f"sums/{name}/{key}": value.contiguous() for key, value in site.sums.items()}
+        tensors |= {f"alphas/{name}": value.contiguous() for name, value in self.alphas.items()}
+        for method, per_site in self.importance.items():
+            tensors |= {f"importance/{method}/{name}": value.contiguous() for name, value in per_site.items()}
+        for name, extremes in self.extremes.items():
+            tensors |= {f"extremes/{name}/values": extremes.values, f"extremes/{name}/indices": extremes.indices}
+        header = {
+            "format": _FORMAT,
+            "name": self.name,
+            "num_sentences": self.num_sentences,
+            "num_tokens": self.num_tokens,
+            "notes": self.notes,
+            "info": self.info,
+            "sites": {
+                name: {
+                    "layers": [dataclasses.asdict(layer) for layer in site.layers],
+                    "max_distance": site.max_distance,
+                    "relations": list(site.relations),
+                }
+                for name, site in self.sites.items()
+            },
+            "sentences": {name: extremes.texts for name, extremes in self.extremes.items()},
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={"hf_entmax_statistics": json.dumps(header)})
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AttentionStatistics:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not such a file, or written by a newer version.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = (file.metadata() or {}).get("hf_entmax_statistics")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file, or a truncated one ({error}).") from error
+        if metadata is None:
+            raise ValueError(f"{path}: a safetensors file, but not one written by AttentionStatistics.save.")
+        header = json.loads(metadata)
+        if header["format"] > _FORMAT:
+            raise ValueError(
+                f"{path}: written in format {header['format']}, this version reads up to {_FORMAT}. Update hf_entmax."
+            )
+        result = cls(
+            name=header["name"],
+            num_sentences=header["num_sentences"],
+            num_tokens=header["num_tokens"],
+            notes=header["notes"],
+            info=header["info"],
+        )
+        for name, site in header["sites"].items():
+            prefix = f"sums/{name}/"
+            sums = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            layers = [LayerInfo(**layer) for layer in site["layers"]]
+            result.sites[name] = SiteStatistics(name, layers, sums, site["max_distance"], tuple(site["relations"]))
+        for key, value in tensors.items():
+            kind, *rest = key.split("/")
+            if kind == "alphas":
+                result.alphas[rest[0]] = value
+            elif kind == "importance":
+                result.importance.setdefault(rest[0], {})[rest[1]] = value
+        for name, texts in header["sentences"].items():
+            values, indices = tensors[f"extremes/{name}/values"], tensors[f"extremes/{name}/indices"]
+            result.extremes[name] = SentenceExtremes.restore(
+                values, indices, {int(key): text for key, text in texts.items()}
+            )
+        return result
+
+
+def describe_device(model: torch.nn.Module) -> str:
+    """Device and dtype of a model, for the record."""
+    parameter = next(model.parameters())
+    return f"{parameter.device.type}, {str(parameter.dtype).removeprefix('torch.')}"
