@@ -136,7 +136,8 @@ def project_jacobian_product(vector: Tensor, probs: Tensor) -> Tensor:
 def support_spread(vector: Tensor, probs: Tensor) -> Tensor:
     """``sum_{i in S} v_i (p_i - 1/|S|)``, which is ``v^T J y`` for the projected point ``y``; ``[..., 1]``."""
     inside = probs > 0
-    size = inside.sum(-1, keepdim=True).clamp(min=1)
+    # In the dtype of the scores: the reciprocal of an integer tensor would be float32.
+    size = inside.sum(-1, keepdim=True).clamp(min=1).to(probs.dtype)
     return (vector * torch.where(inside, probs - 1.0 / size, 0.0)).sum(-1, keepdim=True)
 
 

@@ -282,7 +282,7 @@ def as_sparsemax_attention(
         masked = attention_mask < torch.finfo(attention_mask.dtype).min / 2
         # The usual additive mask holds 0 and finfo.min only, and is right as it stands at any scale.
         if torch.compiler.is_compiling() or not holds(masked | (attention_mask == 0)):
-            scaled_mask = torch.where(masked, attention_mask, attention_mask * rows)
+            scaled_mask = torch.where(masked, attention_mask, attention_mask.masked_fill(masked, 0.0) * rows)
     return ScaledScores(
         query=(wide * rows).to(query.dtype),
         attention_mask=scaled_mask,

@@ -1,0 +1,261 @@
+r"""The properties of the mappings, each with the condition under which it holds or the example that refutes it.
+
+The definitions, for a mapping ``rho`` of ``R^K`` to the simplex:
+
+* idempotence: ``rho(z) = z`` for every ``z`` in the simplex,
+* monotonicity: ``z_i >= z_j`` implies ``rho_i(z) >= rho_j(z)``,
+* translation invariance: ``rho(z + c 1) = rho(z)``,
+* scale invariance: ``rho(c z) = rho(z)`` for ``c > 0``,
+* full domain: defined for every ``z``,
+* Lipschitz constant: the smallest ``L`` with ``||rho(z) - rho(z')||_2 <= L ||z - z'||_2``.
+
+Reference:
+    L18, table 1, whose question this table answers. The Lipschitz constants of softmax and sparsehourglass given here
+    are the exact ones (for softmax 1/2 rather than the customary bound 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from hf_entmax.ops.controllable import mappings
+from hf_entmax.ops.simplex import project_onto_simplex
+
+PROPERTIES = ("idempotence", "monotonicity", "translation_invariance", "scale_invariance", "full_domain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Whether a mapping has a property.
+
+    Args:
+        holds: True, False, or ``"option"``: it depends on the option.
+        options: the options under which it holds (for ``"option"``); ``{}`` otherwise.
+        refuted_by: scores that show that it does not hold (with the default options for ``"option"``).
+        change: the shift, or the factor, that goes with ``refuted_by`` for the two invariances.
+        condition: the condition in words, for the table.
+    """
+
+    holds: bool | str
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    refuted_by: tuple[float, ...] | None = None
+    change: float = 1.0
+    condition: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lipschitz:
+    """The Lipschitz constant of a mapping.
+
+    Args:
+        formula: for the table.
+        constant: ``(K, options) -> L``; None where there is no finite one.
+        steep: for mappings without a finite constant: ``t -> z``, a curve along which the local slope grows beyond all
+            bounds as ``t`` grows.
+    """
+
+    formula: str
+    constant: Callable[[int, Mapping[str, float]], float] | None = None
+    steep: Callable[[float], tuple[float, ...]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Properties:
+    """All properties of one mapping.
+
+    Args:
+        function: the mapping.
+        options: default options of the claims.
+        claims: by the names in ``PROPERTIES``.
+        lipschitz: its Lipschitz constant.
+        domain: scores from the domain are obtained from any scores by: nothing (``"all"``), their magnitude plus a
+            little (``"positive"``), a shift to a sum of 1 (``"sum"``).
+    """
+
+    function: Callable[..., Tensor]
+    options: Mapping[str, float]
+    claims: Mapping[str, Claim]
+    lipschitz: Lipschitz
+    domain: str = "all"
+
+
+def _claims(**claims: Claim) -> dict[str, Claim]:
+    return {name: claims[name] for name in PROPERTIES}
+
+
+YES = Claim(True)
+_PLAIN = (0.5, 0.3, 0.2)
+
+
+def _no(*scores: float, change: float = 1.0, condition: str = "") -> Claim:
+    return Claim(False, refuted_by=scores, change=change, condition=condition)
+
+
+def _hourglass_constant(k: int, options: Mapping[str, float]) -> float:
+    # Steepest where sum z = 0: a P_S along the scores themselves, and the change of a(z) along the constant vector.
+    q = options["q"]
+    return math.sqrt((1 + 1 / (k * q)) ** 2 + (k - 1) / (k * q) ** 2)
+
+
+_SCALED = _no(0.2, 0.1, 0.0, change=4.0)
+_CONE = {
+    "idempotence": YES,
+    "monotonicity": YES,
+    "translation_invariance": Claim(
+        "option", {"q": math.inf}, refuted_by=(1.0, 0.5, 0.2), change=1.0, condition="q → ∞"
+    ),
+    "scale_invariance": Claim("option", {"q": 0.0}, refuted_by=(1.0, 0.5, 0.2), change=4.0, condition="q = 0"),
+}
+
+TABLE: dict[str, Properties] = {
+    "sum_normalization": Properties(
+        mappings.sum_normalization,
+        {},
+        _claims(
+            idempotence=YES,
+            monotonicity=YES,
+            translation_invariance=_no(1.0, 2.0, change=1.0),
+            scale_invariance=YES,
+            full_domain=_no(1.0, -2.0, condition="z ≥ 0, z ≠ 0"),
+        ),
+        Lipschitz("∞", steep=lambda t: (1 / t, 2 / t)),
+        "positive",
+    ),
+    "spherical_softmax": Properties(
+        mappings.spherical_softmax,
+        {},
+        _claims(
+            idempotence=_no(*_PLAIN),
+            monotonicity=_no(-2.0, 1.0),
+            translation_invariance=_no(1.0, 2.0, change=1.0),
+            scale_invariance=YES,
+            full_domain=_no(0.0, 0.0, condition="z ≠ 0"),
+        ),
+        Lipschitz("∞", steep=lambda t: (1 / t, 2 / t)),
+    ),
+    "softmax": Properties(
+        mappings.softmax,
+        {"temperature": 1.0},
+        _claims(
+            idempotence=_no(*_PLAIN),
+            monotonicity=YES,
+            translation_invariance=YES,
+            scale_invariance=_SCALED,
+            full_domain=YES,
+        ),
+        Lipschitz("1/(2T)", lambda k, options: 0.5 / options["temperature"]),
+    ),
+    "sparsemax": Properties(
+        project_onto_simplex,
+        {},
+        _claims(
+            idempotence=YES,
+            monotonicity=YES,
+            translation_invariance=YES,
+            scale_invariance=_SCALED,
+            full_domain=YES,
+        ),
+        Lipschitz("1", lambda k, options: 1.0),
+    ),
+    "sparsegen_lin": Properties(
+        mappings.sparsegen_lin,
+        {"lam": 0.5},
+        _claims(
+            idempotence=Claim("option", {"lam": 0.0}, refuted_by=_PLAIN, condition="λ = 0"),
+            monotonicity=YES,
+            translation_invariance=YES,
+            scale_invariance=_SCALED,
+            full_domain=YES,
+        ),
+        Lipschitz("1/(1−λ)", lambda k, options: 1 / (1 - options["lam"])),
+    ),
+    "sparsegen_exp": Properties(
+        mappings.sparsegen_exp,
+        {"lam": 0.0},
+        _claims(
+            idempotence=_no(*_PLAIN),
+            monotonicity=YES,
+            translation_invariance=_no(0.1, 0.0, change=1.0),
+            scale_invariance=_no(0.1, 0.0, change=3.0),
+            full_domain=YES,
+        ),
+        Lipschitz("∞", steep=lambda t: (math.log(t), math.log(t + 0.5))),
+    ),
+    "sparsegen_sq": Properties(
+        mappings.sparsegen_sq,
+        {"lam": 0.0},
+        _claims(
+            idempotence=_no(*_PLAIN),
+            monotonicity=_no(-2.0, 1.0),
+            translation_invariance=_no(0.1, 0.2, change=1.0),
+            scale_invariance=_no(0.1, 0.2, change=3.0),
+            full_domain=YES,
+        ),
+        Lipschitz("∞", steep=lambda t: (t, math.sqrt(t * t + 0.5))),
+    ),
+    "sparsegen_log": Properties(
+        mappings.sparsegen_log,
+        {"lam": 0.0},
+        _claims(
+            idempotence=_no(*_PLAIN),
+            monotonicity=YES,
+            translation_invariance=_no(1.0, 2.0, change=1.0),
+            scale_invariance=YES,
+            full_domain=_no(1.0, -2.0, condition="z > 0"),
+        ),
+        Lipschitz("∞", steep=lambda t: (1 / t, 1.5 / t)),
+        "positive",
+    ),
+    "sparsecone": Properties(
+        mappings.sparsecone,
+        {"q": 1.0},
+        _claims(**_CONE, full_domain=_no(-2.0, -3.0, condition="Σz > −Kq")),
+        # Just inside the boundary sum z = -K q the scores are stretched without limit.
+        Lipschitz("∞", steep=lambda t: (-1.0 + 1 / t, -1.0 + 1.2 / t)),
+        "sum",
+    ),
+    "sum_normalization_pp": Properties(
+        mappings.sum_normalization_pp,
+        {},
+        _claims(
+            idempotence=YES,
+            monotonicity=YES,
+            translation_invariance=_no(1.0, 0.5, 0.2, change=1.0),
+            scale_invariance=YES,
+            full_domain=_no(1.0, -1.0, condition="Σz ≠ 0"),
+        ),
+        Lipschitz("∞", steep=lambda t: (1 / t, 1.2 / t)),
+        "sum",
+    ),
+    "sparsehourglass": Properties(
+        mappings.sparsehourglass,
+        {"q": 1.0},
+        _claims(**_CONE, full_domain=Claim("option", {"q": 0.5}, condition="q > 0")),
+        Lipschitz("√((1+1/(Kq))² + (K−1)/(Kq)²)", _hourglass_constant),
+    ),
+}
+
+
+def markdown_table() -> str:
+    """The property table in Markdown: ✓ holds, ✗ does not, ◐ under the condition named."""
+    head = [
+        "mapping",
+        "idempotent",
+        "monotonic",
+        "translation invariant",
+        "scale invariant",
+        "full domain",
+        "Lipschitz",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, row in TABLE.items():
+        cells = [f"`{name}`"]
+        for claim in row.claims.values():
+            sign = {True: "✓", False: "✗"}.get(claim.holds, "◐")  # type: ignore[call-overload]
+            cells.append(f"{sign} ({claim.condition})" if claim.condition else sign)
+        lines.append("| " + " | ".join([*cells, row.lipschitz.formula]) + " |")
+    return "\n".join(lines) + "\n"
