@@ -1,18 +1,18 @@
 r"""Gradients of alpha-entmax in a form that stays accurate down to ``alpha = 1``.
 
-With ``u = alpha - 1``, ``l = log p``, ``r_i = expm1(-u l_i)`` (so that ``p_i^{1-u} = p_i (1 + r_i)``), ``R = sum_i p_i r_i``,
-``H = -sum_i p_i l_i`` and the cotangent ``g`` centred under ``p`` (``g'_i = g_i - sum_j p_j g_j``):
+With ``u = alpha - 1``, ``l = log p``, ``r_i = expm1(-u l_i)`` (so that ``p_i^{1-u} = p_i (1 + r_i)``),
+``R = sum_i p_i r_i``, ``H = -sum_i p_i l_i`` and the cotangent ``g`` centred under ``p``, ``g'_i = g_i - sum_j p_j g_j``:
 
 .. math::
 
-    \nabla_z   &= s_i (g_i - \tfrac{s \cdot g}{\sum_j s_j}), \qquad s_i = p_i (1 + r_i) \text{ on the support}
+    \nabla_{z_i} &= s_i \left(g'_i - \frac{\sum_j s_j g'_j}{1 + R}\right), \qquad s_i = p_i (1 + r_i)
 
-    \nabla_\alpha &= -\tfrac{1}{u^2} \sum_i p_i g'_i \left[ e_2(x_i) + u H \operatorname{expm1}(x_i) \right],
+    \nabla_\alpha &= -\frac{1}{u^2} \sum_i p_i g'_i \left[ e_2(x_i) + u H \operatorname{expm1}(x_i) \right],
     \qquad x_i = -u l_i - \log(1 + R), \quad e_2(x) = e^x - 1 - x
 
-The second line is proposition 1 of Correia et al. (2019) rearranged: their ``(p - pt)/u^2 + (h - pt H)/u`` subtracts numbers
-``1/u^2`` times larger than the result. Here constants inside the bracket drop out because ``sum_i p_i g'_i = 0``, and
-``expm1(x_i) = (r_i - R)/(1 + R)`` needs no further exponential. Below ``u = 0.02`` the bracket is evaluated by its series in ``x``.
+The second line is proposition 1 of Correia et al. (2019) rearranged: their ``(p - pt)/u^2 + (h - pt H)/u`` subtracts
+numbers ``1/u^2`` times larger than the result. Here constants in the bracket drop out because ``sum_i p_i g'_i = 0``, and
+``expm1(x_i) = (r_i - R)/(1 + R)`` needs no exponential of its own. For small ``u`` the bracket is a series in ``x``.
 """
 
 from __future__ import annotations
@@ -20,43 +20,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.solve import _SMALLEST_U, chunk_rows, compute_dtype
+from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, values_visible
 
-# Below this the bracket is summed as a series in x = O(u log p), above it directly; both are accurate around the seam.
+# Below this the bracket is summed as a series in x = O(u log p), above it directly; around it both are accurate.
 _SERIES_BELOW = 0.02
+# Probabilities are raised to this before a logarithm whose every use is multiplied by the probability itself.
+# Low enough to change nothing, high enough that powers of it stay finite.
+_FLOOR = {torch.float32: 1e-30, torch.float64: 1e-250}
 
 
-def gradient_rows(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """Pull a cotangent of the probabilities back to the scores and, if wanted, to alpha.
+def gradient_rows(
+    probs: Tensor, grad: Tensor, u: float | Tensor, with_scores: bool, with_alpha: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Pull a cotangent of the probabilities back to the scores and to alpha, a chunk of rows at a time.
 
     Args:
         probs: ``[R, d]`` probabilities.
         grad: ``[R, d]`` cotangent, same dtype.
-        u: ``alpha - 1``, a float or ``[R, 1]``.
+        u: ``alpha - 1``, a float or ``[R, 1]`` in the compute dtype.
+        with_scores: whether the gradient in the scores is wanted.
         with_alpha: whether the gradient in alpha is wanted.
 
     Returns:
-        ``[R, d]`` in the dtype of ``probs`` and ``[R, 1]`` in the compute dtype (or None).
+        ``[R, d]`` in the dtype of ``probs`` and ``[R, 1]`` in the compute dtype, None where not wanted.
     """
-    rows, length = probs.shape
-    if torch.compiler.is_compiling() or rows * length == 0:
+    if not values_visible(probs):
         grad_scores, grad_alpha = gradient_formula(probs, grad, u, with_alpha)
-        return grad_scores.to(probs.dtype), grad_alpha
-    out = torch.empty_like(probs, memory_format=torch.contiguous_format)
+        return grad_scores.to(probs.dtype) if with_scores else None, grad_alpha
+    rows, length = probs.shape
+    out = torch.empty_like(probs, memory_format=torch.contiguous_format) if with_scores else None
     row_values = probs.new_empty((rows, 1), dtype=compute_dtype(probs.dtype)) if with_alpha else None
     chunk = chunk_rows(rows, length, probs.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        u_part = u if isinstance(u, float) else u[part]
-        grad_scores, grad_alpha = gradient_formula(probs[part], grad[part], u_part, with_alpha)
-        out[part] = grad_scores
+        u_part = u[part] if isinstance(u, Tensor) else u
+        # For alpha > 2 the largest weight s may belong to the smallest probability, which asks for more care.
+        steep = bool((u_part > 1).any()) if isinstance(u_part, Tensor) else u_part > 1
+        chunk_gradient = gradient_formula if steep else _chunk_gradient
+        grad_scores, grad_alpha = chunk_gradient(probs[part], grad[part], u_part, with_alpha)
+        if out is not None:
+            out[part] = grad_scores
         if row_values is not None and grad_alpha is not None:
             row_values[part] = grad_alpha
     return out, row_values
 
 
 def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """Evaluate the formulas of this module by differentiable operations (so that they can be differentiated again).
+    """Evaluate the formulas of this module by differentiable operations, for any ``u >= 0``.
 
     Args:
         probs: ``[..., d]`` probabilities.
@@ -67,17 +77,15 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
     Returns:
         ``[..., d]`` and ``[..., 1]`` (or None) in the compute dtype.
     """
-    dtype = compute_dtype(probs.dtype)
-    probs, grad = probs.to(dtype), grad.to(dtype)
-    zero = torch.zeros((), dtype=dtype, device=probs.device)
+    probs, grad = _widened(probs, grad)
+    zero = torch.zeros((), dtype=probs.dtype, device=probs.device)
     support = probs > 0
     log_probs = torch.log(torch.where(support, probs, torch.ones_like(probs)))
-    if not isinstance(u, float):
-        u = u.clamp(min=_SMALLEST_U)
+    u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
     excess = torch.expm1(-u * log_probs)
     weight = probs + probs * excess
-    # The entry with the largest weight can outweigh all others (alpha > 2); measured from it, nothing cancels.
-    reference = grad.gather(-1, weight.argmax(-1, keepdim=True)) if grad.shape[-1] else grad
+    # One entry can outweigh all others (alpha > 2); measured from its cotangent nothing cancels.
+    reference = grad.gather(-1, weight.argmax(-1, keepdim=True))
     shifted = torch.where(support, grad - reference, zero)
     total = weight.sum(-1, keepdim=True)
     total = torch.where(total > 0, total, torch.ones_like(total))
@@ -88,29 +96,89 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
     mean_excess = (probs * excess).sum(-1, keepdim=True)
     log_total = torch.log1p(mean_excess)
-    if isinstance(u, float):
-        u_value = max(u, _SMALLEST_U)
-        bracket = (_series if u_value < _SERIES_BELOW else _direct)(
-            u_value, log_probs, excess, mean_excess, log_total, entropy
-        )
-    else:
-        series = _series(u.clamp(max=_SERIES_BELOW), log_probs, excess, mean_excess, log_total, entropy)
+    if isinstance(u, Tensor):
+        # Each branch is evaluated where it is tame; `where` must not select between a number and a NaN.
+        series = _series(u.clamp(max=_SERIES_BELOW), log_probs, log_total, entropy)
         direct = _direct(u.clamp(min=_SERIES_BELOW), log_probs, excess, mean_excess, log_total, entropy)
         bracket = torch.where(u < _SERIES_BELOW, series, direct)
-    grad_alpha = -(probs * centred * bracket).sum(-1, keepdim=True)
-    return grad_scores, grad_alpha
+    elif u < _SERIES_BELOW:
+        bracket = _series(u, log_probs, log_total, entropy)
+    else:
+        bracket = _direct(u, log_probs, excess, mean_excess, log_total, entropy)
+    return grad_scores, -(probs * centred * bracket).sum(-1, keepdim=True)
 
 
-def _direct(u, log_probs, excess, mean_excess, log_total, entropy):
+def _direct(
+    u: float | Tensor, log_probs: Tensor, excess: Tensor, mean_excess: Tensor, log_total: Tensor, entropy: Tensor
+) -> Tensor:
     """Return ``[e_2(x) + u H expm1(x)] / u^2``."""
     expm1_x = (excess - mean_excess) / (1 + mean_excess)
-    return (expm1_x + u * log_probs + log_total + u * entropy * expm1_x) / (u * u)
+    return (expm1_x * (1 + u * entropy) + u * log_probs + log_total) / (u * u)
 
 
-def _series(u, log_probs, excess, mean_excess, log_total, entropy):
-    """Return the same by its series in ``x``, which is small where ``p`` is not negligible."""
+def _series(u: float | Tensor, log_probs: Tensor, log_total: Tensor, entropy: Tensor) -> Tensor:
+    """Return the same by its series in ``x``, which is small wherever ``p`` is not negligible."""
     ratio = -log_probs - log_total / u
     x = u * ratio
     second = ratio * ratio * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))) / 2
     first = ratio * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
     return second + entropy * first
+
+
+def _chunk_gradient(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:
+    """Evaluate the same for ``u <= 1`` without a graph, in place, by operations that are fast on CPUs."""
+    half = probs.dtype != compute_dtype(probs.dtype)
+    probs, grad = _widened(probs, grad)
+    if not with_alpha:
+        if not isinstance(u, Tensor) and u in (0.0, 0.5, 1.0):
+            # Products with p, not selections by p > 0: bool tensors are slow on CPUs.
+            weight = _power_of_probs(probs, u)
+        else:
+            weight = probs.clamp(min=_FLOOR[probs.dtype]).log_().mul_(-u).exp_().mul_(probs)
+        total = weight.sum(-1, keepdim=True)
+        mean = torch.linalg.vecdot(weight, grad).unsqueeze(-1) / torch.where(total > 0, total, torch.ones_like(total))
+        return torch.sub(grad, mean, out=grad if half else None).mul_(weight), None
+    u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
+    log_probs = probs.clamp(min=_FLOOR[probs.dtype]).log_()
+    excess = torch.expm1(log_probs * -u)
+    centred = grad - torch.linalg.vecdot(probs, grad).unsqueeze(-1)
+    entropy = -torch.linalg.vecdot(probs, log_probs).unsqueeze(-1)
+    weighted = probs * excess
+    mean_excess = weighted.sum(-1, keepdim=True)
+    log_total = torch.log1p(mean_excess)
+    mean = torch.linalg.vecdot(weighted, centred).unsqueeze(-1) / (1 + mean_excess)
+    grad_scores = (centred - mean).mul_(weighted.add_(probs))
+    smallest = float(u.min()) if isinstance(u, Tensor) else u
+    largest = float(u.max()) if isinstance(u, Tensor) else u
+    centred.mul_(probs)
+    if smallest >= _SERIES_BELOW:
+        # `_direct`, in place. Its u^2 is divided out of the row sums, not out of every entry.
+        factor = (1 + u * entropy) / (1 + mean_excess)
+        bracket = excess.sub_(mean_excess).mul_(factor).add_(log_probs.mul_(u)).add_(log_total)
+        return grad_scores, torch.linalg.vecdot(centred, bracket).unsqueeze(-1) / -(u * u)
+    if largest < _SERIES_BELOW:
+        bracket = _series(u, log_probs, log_total, entropy)
+    else:
+        series = _series(u.clamp(max=_SERIES_BELOW), log_probs, log_total, entropy)
+        direct = _direct(u.clamp(min=_SERIES_BELOW), log_probs, excess, mean_excess, log_total, entropy)
+        bracket = torch.where(u < _SERIES_BELOW, series, direct)
+    return grad_scores, -torch.linalg.vecdot(centred, bracket).unsqueeze(-1)
+
+
+def _power_of_probs(probs: Tensor, u: float) -> Tensor:
+    """Return ``p ** (1 - u)`` on the support and 0 elsewhere, for ``u`` in {0, 0.5, 1}."""
+    if u == 0:
+        return probs
+    if u == 1:
+        return probs.sign()
+    return probs.clamp(min=_FLOOR[probs.dtype]).rsqrt_().mul_(probs)
+
+
+def _widened(probs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the compute dtype; probabilities rounded to a half type are made to sum to 1 again."""
+    dtype = compute_dtype(probs.dtype)
+    if probs.dtype == dtype:
+        return probs, grad
+    probs = probs.to(dtype)
+    total = probs.sum(-1, keepdim=True)
+    return probs / torch.where(total > 0, total, torch.ones_like(total)), grad.to(dtype)

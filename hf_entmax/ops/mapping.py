@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import compute_dtype, solve_rows
+from hf_entmax.ops.solve import compute_dtype, row_probabilities
 
 
 class EntmaxFunction(torch.autograd.Function):
@@ -25,7 +25,7 @@ class EntmaxFunction(torch.autograd.Function):
         """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``."""
         if isinstance(u, Tensor):
             u = _checked(u)
-        return solve_rows(rows, u)
+        return row_probabilities(rows, u)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -41,11 +41,11 @@ class EntmaxFunction(torch.autograd.Function):
         """Pull the cotangent of the probabilities back to the scores and to ``u``."""
         probs, u = ctx.saved_tensors if ctx.u is None else (*ctx.saved_tensors, ctx.u)
         grad = grad_outputs[0]
-        with_alpha = ctx.needs_input_grad[1]
+        with_scores, with_alpha = ctx.needs_input_grad
         if torch.compiler.is_compiling():
-            return gradient_rows(probs, grad, u, with_alpha)
-        grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_alpha)
-        return grad_rows, (grad_u if with_alpha else None)
+            return gradient_rows(probs, grad, u, with_scores, with_alpha)
+        grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
+        return (grad_rows if with_scores else None), (grad_u if with_alpha else None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor) -> tuple[Tensor, int]:
@@ -55,45 +55,53 @@ class EntmaxFunction(torch.autograd.Function):
 
 
 class EntmaxGradientFunction(torch.autograd.Function):
-    """The backward pass of `EntmaxFunction` as a Function, so that it works in chunks and is still differentiable."""
+    """The backward pass of `EntmaxFunction` as a Function, so that it works in chunks and is differentiable itself."""
 
     @staticmethod
-    def forward(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor]:
-        """Return the gradients ``[R, d]`` and ``[R, 1]`` (empty unless ``with_alpha``)."""
-        grad_rows, grad_u = gradient_rows(probs, grad, u, with_alpha)
-        return grad_rows, grad_rows.new_empty((probs.shape[0], 0)) if grad_u is None else grad_u
+    def forward(
+        probs: Tensor, grad: Tensor, u: float | Tensor, with_scores: bool, with_alpha: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients ``[R, d]`` and ``[R, 1]``, or ``[R, 0]`` in the place of one that is not wanted."""
+        grad_rows, grad_u = gradient_rows(probs, grad, u, with_scores, with_alpha)
+        absent = probs.new_empty((probs.shape[0], 0))
+        return absent if grad_rows is None else grad_rows, absent.clone() if grad_u is None else grad_u
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep the inputs for a second differentiation."""
-        probs, grad, u, with_alpha = inputs
+        probs, grad, u, ctx.with_scores, ctx.with_alpha = inputs
         ctx.u = None if isinstance(u, Tensor) else u
-        ctx.with_alpha = with_alpha
         ctx.save_for_backward(*((probs, grad, u) if isinstance(u, Tensor) else (probs, grad)))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """Differentiate the closed form of the gradient once more."""
-        probs, grad, u = ctx.saved_tensors if ctx.u is None else (*ctx.saved_tensors, ctx.u)
-        primals = (probs, grad) if ctx.u is not None else (probs, grad, u)
+        primals = ctx.saved_tensors
 
-        def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
-            value = tensors[2] if len(tensors) == 3 else u
-            grad_rows, grad_u = gradient_formula(tensors[0], tensors[1], value, ctx.with_alpha)
-            grad_rows = grad_rows.to(probs.dtype)
-            return (grad_rows,) if grad_u is None else (grad_rows, grad_u)
+        def formula(probs: Tensor, grad: Tensor, *row_u: Tensor) -> tuple[Tensor, ...]:
+            u = row_u[0] if row_u else ctx.u
+            grad_rows, grad_u = gradient_formula(probs, grad, u, ctx.with_alpha)
+            wanted = (grad_rows.to(probs.dtype),) if ctx.with_scores else ()
+            return wanted if grad_u is None else (*wanted, grad_u)
 
         _, pull = torch.func.vjp(formula, *primals)
-        grads = pull(grad_outputs if ctx.with_alpha else grad_outputs[:1])
-        return grads[0], grads[1], (grads[2] if len(grads) == 3 else None), None
+        wanted = (ctx.with_scores, ctx.with_alpha)
+        grads = pull(tuple(grad for grad, want in zip(grad_outputs, wanted, strict=True) if want))
+        return grads[0], grads[1], (grads[2] if len(grads) == 3 else None), None, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool
+        info: Any,
+        in_dims: tuple[Any, ...],
+        probs: Tensor,
+        grad: Tensor,
+        u: float | Tensor,
+        with_scores: bool,
+        with_alpha: bool,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """Fold the mapped dimension into the rows."""
         probs, grad, u = _fold(info.batch_size, in_dims[:3], (probs, grad, u))
-        outputs = EntmaxGradientFunction.apply(probs, grad, u, with_alpha)
+        outputs = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
         grad_rows, grad_u = (output.unflatten(0, (info.batch_size, -1)) for output in outputs)
         return (grad_rows, grad_u), (0, 0)
 
