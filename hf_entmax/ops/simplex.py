@@ -3,74 +3,65 @@ r"""The one Euclidean projection onto the probability simplex, on which every sp
     p = argmin_{p in simplex} ||p - z||^2,     p_i = max(z_i - tau, 0),     tau such that sum_i p_i = 1
 
 The threshold ``tau`` is found without sorting: with ``m = max z``, only the candidates ``z_i > m - 1`` can be in the
-support, and Newton's method on ``f(tau) = sum_i max(z_i - tau, 0) - 1``, started left of the root, visits ever
-smaller supports and stops at the exact one (Michelot 1986). ``f`` is convex and piecewise linear, so one step that
-shrinks ``f`` to a share ``x`` leaves at most a share ``1 - x`` of the slope: the product of the two falls at least
-fourfold a step, and the number of steps is at most ``log2(candidates)`` plus half the bits of the dtype. In practice
-it is below ten, each a pass over the candidates: linear time expected, with no sort to keep for the backward pass.
+support, and Newton's method on ``f(tau) = sum_i max(z_i - tau, 0) - 1``, started at ``m - 1``, visits ever smaller
+supports and stops at the exact one (Michelot 1986). ``f`` is convex and piecewise linear, so a step that shrinks ``f``
+to a share ``x`` leaves at most a share ``1 - x`` of its slope: the product of the two falls at least fourfold a step,
+and the number of steps is at most ``log2(n)`` plus half the bits of the dtype. In practice it is well below ten, each a
+pass over rows that fit a cache: linear time expected, with no sort to keep for the backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Elements per block of rows on a CPU: the few temporaries of a block then stay in its caches.
+BLOCK_ELEMENTS = 1 << 16
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a mapping computes in: float64 for float64 scores, float32 for everything narrower.
-
-    Raises:
-        TypeError: if ``dtype`` is not a real floating-point type.
-    """
-    if not dtype.is_floating_point:
-        raise TypeError(f"scores must be a floating-point tensor (float16, bfloat16, float32 or float64), not {dtype}.")
+    """The dtype a mapping computes in: float64 for float64 scores, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def allowed_entries(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Which entries may receive mass: True in ``mask`` and not masked by their value.
+def is_allowed(scores: Tensor) -> Tensor:
+    """Which entries may receive mass: those above half of ``finfo.min``, so neither ``-inf`` nor an additive mask.
 
-    Args:
-        scores: ``[...]``, floating point. ``-inf`` and the ``finfo.min`` (or anything below half of it) of additive
-            masks mark an entry as masked.
-        mask: bool, broadcastable to ``scores``; True = may receive mass.
-
-    Returns:
-        bool tensor of the shape of ``scores``. NaN counts as allowed, so that a NaN is seen and not hidden.
-
-    Raises:
-        TypeError: if ``mask`` is not boolean.
-        ValueError: if ``mask`` cannot be broadcast to ``scores``.
+    NaN counts as allowed, so that it is seen and not hidden.
     """
-    masked = scores < torch.finfo(scores.dtype).min / 2
-    if mask is None:
-        return ~masked
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a bool tensor (True = may receive mass), not {mask.dtype}.")
-    try:
-        return mask.expand(scores.shape) & ~masked
-    except RuntimeError:
-        raise ValueError(
-            f"mask of shape {tuple(mask.shape)} cannot be broadcast to scores of shape {tuple(scores.shape)}."
-        ) from None
+    return ~(scores <= torch.finfo(scores.dtype).min / 2)
 
 
-def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The scores and their allowed entries with the dimension to normalise moved last.
+def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+    """The scores with the dimension to normalise moved last and ``-inf`` where ``mask`` is False.
 
     Raises:
-        TypeError: if ``scores`` is not floating point, or ``mask`` is not boolean.
+        TypeError: if ``scores`` is not a floating-point tensor, or ``mask`` not a bool one.
         ValueError: if ``scores`` has no entry along ``dim``, or ``mask`` cannot be broadcast to it.
     """
-    compute_dtype(scores.dtype)
+    if not isinstance(scores, Tensor) or not scores.dtype.is_floating_point:
+        given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"scores must be a floating-point tensor (float16, bfloat16, float32 or float64), not {given}.")
     if scores.ndim == 0 or scores.shape[dim] == 0:
         raise ValueError(
             f"scores of shape {tuple(scores.shape)} have no entry along dim={dim}: a distribution needs at least one."
         )
-    return scores.movedim(dim, -1), allowed_entries(scores, mask).movedim(dim, -1)
+    if mask is None:
+        return scores.movedim(dim, -1)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor (True = may receive mass), not {given}.")
+    try:
+        blocked = ~mask.expand(scores.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} cannot be broadcast to scores of shape {tuple(scores.shape)}."
+        ) from None
+    return scores.masked_fill(blocked, -math.inf).movedim(dim, -1)
 
 
 def row_max(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -79,37 +70,64 @@ def row_max(scores: Tensor, allowed: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0.0)
 
 
-def project_centred(centred: Tensor) -> Tensor:
-    """Project rows whose largest entry is 0.
+def project_rows(rows: Tensor, centre: Callable[..., Tensor], *per_row: float | Tensor) -> Tensor:
+    """Transform rows, shift each to a maximum of 0, and project them; no gradient.
 
     Args:
-        centred: ``[..., n]``, float32 or float64, ``z - max z``; ``-inf`` where an entry is masked.
+        rows: ``[..., n]``.
+        centre: ``(rows, *per_row) -> y - max y``, float32 or float64 of the shape of the rows it was given, with
+            ``-inf`` where an entry is masked; called on blocks of rows.
+        *per_row: numbers, or tensors broadcastable to ``[..., 1]``, for ``centre``.
 
     Returns:
-        The projection, ``[..., n]``: rows sum to 1, rows that are ``-inf`` throughout are 0. No gradient.
+        The projection of ``y``, shape and dtype of ``rows``: rows sum to 1, or are 0 where masked whole.
     """
-    values = centred
+    if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() <= BLOCK_ELEMENTS:
+        return _project_centred(centre(rows, *per_row)).to(rows.dtype)
+    shape, length = rows.shape, rows.shape[-1]
+    per_row = tuple(x.expand(*shape[:-1], 1).reshape(-1, 1) if isinstance(x, Tensor) else x for x in per_row)
+    flat = rows.reshape(-1, length)
+    probs = torch.empty_like(flat)
+    size = max(1, BLOCK_ELEMENTS // length)
+    for start in range(0, flat.shape[0], size):
+        block = slice(start, start + size)
+        given = (x[block] if isinstance(x, Tensor) else x for x in per_row)
+        probs[block] = _project_centred(centre(flat[block], *given))
+    return probs.reshape(shape)
+
+
+def _project_centred(values: Tensor) -> Tensor:
     compiling = torch.compiler.is_compiling()
-    if not compiling and centred.shape[-1] >= 64 and centred.numel():
-        # Sharp rows leave a handful of candidates; all further passes then cost next to nothing.
-        most = int((centred > -1).sum(-1).max())
-        if most * 4 <= centred.shape[-1]:
-            values = centred.topk(max(most, 1), dim=-1, sorted=False).values
+    # The first step starts at the lowest threshold there can be, so that only candidates count.
     threshold = torch.full_like(values[..., :1], -1.0)
     bits = 52 if values.dtype == torch.float64 else 23
     steps = bits // 2 + math.ceil(math.log2(max(values.shape[-1], 2))) + 2
     size = None
     for _ in range(steps):
-        inside = values > threshold
-        previous, size = size, inside.sum(-1, keepdim=True)
+        above = (values - threshold).clamp_(min=0.0)
+        total = above.sum(-1, keepdim=True)
+        previous, size = size, above.sign_().sum(-1, keepdim=True)
+        # Rows that hold NaN never compare equal; they cost the steps that are left, no more.
         if not compiling and previous is not None and torch.equal(size, previous):
             break
-        total = torch.where(inside, values, 0.0).sum(-1, keepdim=True)
-        threshold = torch.maximum(threshold, (total - 1.0) / size.clamp(min=1))
-    probs = (centred - threshold).clamp(min=0.0)
-    # Thousands of equal rounding errors in `centred - threshold` would otherwise add up in the sum.
+        threshold = threshold + ((total - 1.0) / size.clamp(min=1.0)).clamp(min=0.0)
+    probs = (values - threshold).clamp_(min=0.0)
+    # Thousands of equal rounding errors in `values - threshold` would otherwise add up in the sum.
     total = probs.sum(-1, keepdim=True)
-    return probs / torch.where(total == 0, 1.0, total)
+    return probs.div_(torch.where(total == 0, 1.0, total))
+
+
+def centre_rows(rows: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """``scale * (z - max z)`` in the compute dtype, ``-inf`` throughout rows that are masked whole; ``scale > 0``."""
+    top = rows.amax(-1, keepdim=True)
+    # Entries masked by their value lie far below any other and need no care; a row of nothing else does.
+    masked_whole = ~is_allowed(top)
+    dtype = compute_dtype(rows.dtype)
+    centred = rows.to(dtype) - top.masked_fill(masked_whole, 0.0).to(dtype)
+    if isinstance(scale, Tensor) or scale != 1.0:
+        # A scale near 0 would bring masked entries close, or make NaN of them.
+        return centred.mul_(scale).masked_fill_(~is_allowed(rows), -math.inf)
+    return centred.masked_fill_(masked_whole, -math.inf)
 
 
 def project_jacobian_product(vector: Tensor, probs: Tensor) -> Tensor:
@@ -145,32 +163,26 @@ class SimplexProjectionFunction(torch.autograd.Function):
     """Sparsemax along the last dimension, see :func:`project_onto_simplex`."""
 
     @staticmethod
-    def forward(scores: Tensor, allowed: Tensor) -> Tensor:
-        """``scores`` ``[..., n]`` in its own dtype, ``allowed`` bool ``[..., n]``."""
-        z = scores.to(compute_dtype(scores.dtype))
-        centred = (z - row_max(z, allowed)).masked_fill(~allowed, -math.inf)
-        return project_centred(centred).to(scores.dtype)
+    def forward(rows: Tensor) -> Tensor:
+        """``rows`` ``[..., n]``, with ``-inf`` or ``finfo.min`` where masked."""
+        return project_rows(rows, centre_rows)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         """Keep the output alone: it carries its support."""
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         """Closed form, O(n)."""
         (probs,) = ctx.saved_tensors
         wide = compute_dtype(probs.dtype)
-        return project_jacobian_product(grad_outputs[0].to(wide), probs.to(wide)).to(probs.dtype), None
+        return project_jacobian_product(grad_outputs[0].to(wide), probs).to(probs.dtype)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], scores: Tensor, allowed: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int], rows: Tensor) -> tuple[Tensor, int]:
         """A batch dimension is one more leading dimension."""
-        scores, allowed = (
-            x.movedim(d, 0) if d is not None else x.expand(info.batch_size, *x.shape)
-            for x, d in zip((scores, allowed), in_dims, strict=True)
-        )
-        return SimplexProjectionFunction.apply(scores, allowed), 0  # type: ignore[return-value]
+        return SimplexProjectionFunction.apply(rows.movedim(in_dims[0], 0)), 0  # type: ignore[return-value]
 
 
 def project_onto_simplex(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -195,5 +207,4 @@ def project_onto_simplex(scores: Tensor, dim: int = -1, mask: Tensor | None = No
     Reference:
         Martins and Astudillo 2016, prop. 1; Michelot 1986 for the search of the threshold.
     """
-    rows, allowed = as_rows(scores, dim, mask)
-    return SimplexProjectionFunction.apply(rows, allowed).movedim(-1, dim)  # type: ignore[union-attr]
+    return SimplexProjectionFunction.apply(as_rows(scores, dim, mask)).movedim(-1, dim)  # type: ignore[union-attr]

@@ -119,6 +119,14 @@ class TestLimits:
         for near, far in itertools.pairwise(defects):
             assert far == pytest.approx(near / 100, rel=0.02)
 
+    def test_masked_entries_stay_out_however_uniform_the_rest(self):
+        for low in (-math.inf, torch.finfo(torch.float32).min):
+            z = torch.tensor([3.0, low, 1.0, -2.0])
+            for lam in (-1e30, -1e300, torch.tensor([-1e38])):
+                assert torch.allclose(C.sparsegen_lin(z, lam=lam), torch.tensor([1 / 3, 0, 1 / 3, 1 / 3]))
+                assert C.sparsegen_lin(z.expand(2, 4) + 1, lam=lam)[:, 1].tolist() == [0, 0]
+            assert C.softmax(z, temperature=1e38)[1] == 0
+
     def test_the_support_never_grows_with_lam(self):
         z = torch.randn(50, 12, dtype=F64)
         sizes = torch.stack([(C.sparsegen_lin(z, lam=x) > 0).sum(-1) for x in (-20.0, -3.0, 0.0, 0.5, 0.9, 0.999)])

@@ -140,20 +140,20 @@ def _per_head(option: HeadOption, scores: Tensor) -> HeadOption:
 
 def _sparsegen_weights(kind: str) -> Callable[..., Tensor]:
     def weights(scores: Tensor, mask: Tensor | None = None, *, lam: HeadOption = 0.0) -> Tensor:
-        rows, allowed = as_rows(scores, -1, mask)
-        return SparsegenFunction.apply(rows, allowed, _per_head(lam, scores), kind)  # type: ignore[return-value]
+        rows = as_rows(scores, -1, mask)
+        return SparsegenFunction.apply(rows, _per_head(lam, scores), kind)  # type: ignore[return-value]
 
     return weights
 
 
 def _hourglass_weights(scores: Tensor, mask: Tensor | None = None, *, q: HeadOption = 1.0) -> Tensor:
-    rows, allowed = as_rows(scores, -1, mask)
-    return HourglassFunction.apply(rows, allowed, _per_head(q, scores), True)  # type: ignore[return-value]
+    rows = as_rows(scores, -1, mask)
+    return HourglassFunction.apply(rows, _per_head(q, scores), True)  # type: ignore[return-value]
 
 
 def _softmax_weights(scores: Tensor, mask: Tensor | None = None, *, temperature: HeadOption = 1.0) -> Tensor:
-    rows, allowed = as_rows(scores, -1, mask)
-    return TemperedSoftmaxFunction.apply(rows, allowed, _per_head(temperature, scores))  # type: ignore[return-value]
+    rows = as_rows(scores, -1, mask)
+    return TemperedSoftmaxFunction.apply(rows, _per_head(temperature, scores))  # type: ignore[return-value]
 
 
 _LAM = MappingOption(LAM, 0.0, LEARNED_RANGES["lam"])
@@ -279,7 +279,7 @@ def as_sparsemax_attention(
     wide = query.float() if query.dtype != torch.float64 else query
     scaled_mask = attention_mask
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        masked = attention_mask < torch.finfo(attention_mask.dtype).min / 2
+        masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
         # The usual additive mask holds 0 and finfo.min only, and is right as it stands at any scale.
         if torch.compiler.is_compiling() or not holds(masked | (attention_mask == 0)):
             scaled_mask = torch.where(masked, attention_mask, attention_mask.masked_fill(masked, 0.0) * rows)
@@ -336,7 +336,7 @@ def _row_sums(
             if term.dtype == torch.bool:
                 visible = visible & term
             else:
-                visible = visible & ~(term < torch.finfo(term.dtype).min / 2)
+                visible = visible & ~(term <= torch.finfo(term.dtype).min / 2)
                 biases.append(term)
         bias = sum((torch.where(visible, term, 0.0).to(dtype).sum(-1, keepdim=True) for term in biases), 0.0)
         counts = visible.sum(-1, keepdim=True).to(dtype)

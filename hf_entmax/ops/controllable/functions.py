@@ -1,9 +1,10 @@
 r"""Autograd functions of the controllable mappings: closed-form Jacobian products, no sort and no iterate kept.
 
-All of them take rows: the dimension to normalise is the last one, options are numbers or tensors of the same rank with
-a last dimension of 1. With ``S`` the support and ``P_S v = v - mean_S(v)`` on it (0 elsewhere), the Jacobian of
-sparsemax is ``P_S``, and for a projected point ``y`` the support itself gives ``(P_S y)_i = p_i - 1/|S|``. So the
-derivative along any scaling of the scores, and with it that of every option, needs nothing but the output.
+All of them take rows: the dimension to normalise is the last one, masked entries hold ``-inf`` (or ``finfo.min``), and
+options are numbers or tensors of the same rank with a last dimension of 1. With ``S`` the support and
+``P_S v = v - mean_S(v)`` on it (0 elsewhere), the Jacobian of sparsemax is ``P_S``, and for a projected point ``y`` the
+support itself gives ``(P_S y)_i = p_i - 1/|S|``. So the derivative along any scaling of the scores, and with it that of
+every option, needs nothing but the output.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.simplex import (
+    centre_rows,
     compute_dtype,
-    project_centred,
+    is_allowed,
     project_jacobian_product,
+    project_rows,
     row_max,
     support_spread,
 )
@@ -52,17 +55,22 @@ def _centred_sq(z: Tensor, allowed: Tensor) -> Tensor:
     return (size - top) * (size + top)
 
 
+def _centred_log(z: Tensor, allowed: Tensor) -> Tensor:
+    return z.log() - row_max(z, allowed).log()
+
+
 def _bounded(z: Tensor) -> Tensor:
     # A support of one entry multiplies the derivative by an exact zero, which must stay zero.
     return z.clamp(max=torch.finfo(z.dtype).max)
 
 
+# sparsegen-lin is not among them: it needs neither the mask nor the scores once more.
 TRANSFORMS = {
-    "lin": Transform(lambda z, allowed: z - row_max(z, allowed), torch.ones_like),
     "exp": Transform(_centred_exp, lambda z: _bounded(z.exp())),
     "sq": Transform(_centred_sq, lambda z: 2.0 * z),
-    "log": Transform(lambda z, allowed: z.log() - row_max(z, allowed).log(), lambda z: _bounded(1.0 / z)),
+    "log": Transform(_centred_log, lambda z: _bounded(1.0 / z)),
 }
+SPARSEGEN_KINDS = ("lin", *TRANSFORMS)
 
 
 def _wide(option: Option, dtype: torch.dtype) -> Option:
@@ -84,36 +92,36 @@ def _option_gradient(option: Option, rows: Tensor) -> Tensor | None:
     return rows.sum_to_size(option.shape).to(option.dtype) if isinstance(option, Tensor) else None
 
 
-def _batched_first(info: Any, in_dims: tuple[Any, ...], *args: Any) -> list[Any]:
-    """Arguments of a vmap rule with the batch dimension in front; options of one value stay as they are."""
-    moved = []
-    for position, (value, dim) in enumerate(zip(args, in_dims, strict=True)):
-        if dim is not None:
-            value = value.movedim(dim, 0)
-        elif isinstance(value, Tensor) and position < 2:
-            value = value.expand(info.batch_size, *value.shape)
-        moved.append(value)
-    return moved
+def _batched_first(info: Any, in_dims: tuple[Any, ...], rows: Tensor, *options: Any) -> list[Any]:
+    """Arguments of a vmap rule with the batch dimension in front; options of one value for all stay as they are."""
+    rows = rows.expand(info.batch_size, *rows.shape) if in_dims[0] is None else rows.movedim(in_dims[0], 0)
+    return [rows, *(x if d is None else x.movedim(d, 0) for x, d in zip(options, in_dims[1:], strict=True))]
 
 
 class SparsegenFunction(torch.autograd.Function):
-    """``sparsemax(g(z) / (1 - lam))`` for a component-wise ``g`` of ``TRANSFORMS``."""
+    """``sparsemax(g(z) / (1 - lam))`` for a component-wise ``g``, one of ``SPARSEGEN_KINDS``."""
 
     @staticmethod
-    def forward(scores: Tensor, allowed: Tensor, lam: Option, kind: str) -> Tensor:
-        """``scores`` ``[..., n]``, ``allowed`` bool ``[..., n]``, ``lam`` a number or ``[..., 1]``."""
-        z = scores.to(compute_dtype(scores.dtype))
-        centred = TRANSFORMS[kind].centred(z, allowed) / (1.0 - _wide(lam, z.dtype))
-        return project_centred(centred.masked_fill(~allowed, -math.inf)).to(scores.dtype)
+    def forward(rows: Tensor, lam: Option, kind: str) -> Tensor:
+        """``rows`` ``[..., n]``, ``lam`` a number or ``[..., 1]``."""
+
+        def centre(rows: Tensor, scale: Option) -> Tensor:
+            if kind == "lin":
+                return centre_rows(rows, scale)
+            allowed = is_allowed(rows)
+            centred = TRANSFORMS[kind].centred(rows.to(compute_dtype(rows.dtype)), allowed) * scale
+            return centred.masked_fill_(~allowed, -math.inf)
+
+        return project_rows(rows, centre, 1.0 / (1.0 - _wide(lam, compute_dtype(rows.dtype))))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Option, str], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Option, str], output: Tensor) -> None:
         """The scores are kept only where ``g'`` needs them."""
-        scores, _, lam, ctx.kind = inputs
-        _keep(ctx, lam, output, *([] if ctx.kind == "lin" else [scores]))
+        rows, lam, ctx.kind = inputs
+        _keep(ctx, lam, output, *([] if ctx.kind == "lin" else [rows]))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
         r"""``dL/dz = g'(z) P_S v / (1 - lam)``, ``dL/dlam = sum_S v_i (p_i - 1/|S|) / (1 - lam)``."""
         saved = ctx.saved_tensors
         probs, lam = saved[0], _option_of(ctx, saved)
@@ -125,8 +133,8 @@ class SparsegenFunction(torch.autograd.Function):
             # 1 off the support: entries outside the domain there are masked, and must not produce NaN here.
             z = torch.where(wide > 0, saved[1].to(dtype), 1.0)
             grad = grad * TRANSFORMS[ctx.kind].derivative(z)
-        grad_lam = _option_gradient(lam, support_spread(vector, wide) * scale) if ctx.needs_input_grad[2] else None
-        return grad.to(probs.dtype), None, grad_lam, None
+        grad_lam = _option_gradient(lam, support_spread(vector, wide) * scale) if ctx.needs_input_grad[1] else None
+        return grad.to(probs.dtype), grad_lam, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -134,11 +142,11 @@ class SparsegenFunction(torch.autograd.Function):
         return SparsegenFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]
 
 
-def hourglass_scale(scores: Tensor, allowed: Tensor, q: Option, mirrored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def hourglass_scale(z: Tensor, allowed: Tensor, q: Option, mirrored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """``a(z) = (1 + K q) / (|sum z| + K q)`` of each row, with ``K`` its number of allowed entries.
 
     Args:
-        scores: ``[..., n]``, float32 or float64.
+        z: ``[..., n]``, float32 or float64.
         allowed: bool ``[..., n]``.
         q: number or ``[..., 1]``, in [0, inf].
         mirrored: False for the cone, which has ``sum z`` in place of its absolute value.
@@ -146,11 +154,11 @@ def hourglass_scale(scores: Tensor, allowed: Tensor, q: Option, mirrored: bool =
     Returns:
         ``a``, the row sums and the denominators, each ``[..., 1]``; all finite even where ``a`` is not defined.
     """
-    total = torch.where(allowed, scores, 0.0).sum(-1, keepdim=True)
-    count = allowed.sum(-1, keepdim=True).to(scores.dtype)
+    total = torch.where(allowed, z, 0.0).sum(-1, keepdim=True)
+    count = allowed.sum(-1, keepdim=True).to(z.dtype)
     # Rows masked whole have K = 0; 0 * inf must not become NaN there.
     weight = count.clamp(min=1.0) * q
-    denominator = ((total.abs() if mirrored else total) + weight).clamp(min=torch.finfo(scores.dtype).tiny)
+    denominator = ((total.abs() if mirrored else total) + weight).clamp(min=torch.finfo(z.dtype).tiny)
     scale = torch.where(weight == math.inf, 1.0, (1.0 + weight) / denominator)
     return scale, total, denominator
 
@@ -159,43 +167,44 @@ class HourglassFunction(torch.autograd.Function):
     """``sparsemax(a(z) z)``: sparsehourglass, and sparsecone where not mirrored."""
 
     @staticmethod
-    def forward(scores: Tensor, allowed: Tensor, q: Option, mirrored: bool) -> Tensor:
-        """``scores`` ``[..., n]``, ``allowed`` bool ``[..., n]``, ``q`` a number or ``[..., 1]``."""
-        z = scores.to(compute_dtype(scores.dtype))
-        scale, _, _ = hourglass_scale(z, allowed, _wide(q, z.dtype), mirrored)
-        centred = (z - row_max(z, allowed)) * scale
-        return project_centred(centred.masked_fill(~allowed, -math.inf)).to(scores.dtype)
+    def forward(rows: Tensor, q: Option, mirrored: bool) -> Tensor:
+        """``rows`` ``[..., n]``, ``q`` a number or ``[..., 1]``."""
+
+        def centre(rows: Tensor, q: Option) -> Tensor:
+            z = rows.to(compute_dtype(rows.dtype))
+            return centre_rows(rows, hourglass_scale(z, is_allowed(rows), q, mirrored)[0])
+
+        return project_rows(rows, centre, _wide(q, compute_dtype(rows.dtype)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Option, bool], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Option, bool], output: Tensor) -> None:
         """Row sums are recomputed rather than kept, so that the backward pass can itself be differentiated."""
-        scores, allowed, q, ctx.mirrored = inputs
-        _keep(ctx, q, output, scores, allowed)
+        rows, q, ctx.mirrored = inputs
+        _keep(ctx, q, output, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
         r"""With ``w = sum_S v_i (p_i - 1/|S|)`` and ``D`` the denominator of ``a``.
 
         ``dL/dz_j = a (P_S v)_j - sign(sum z) w / D`` for every allowed j,
         ``dL/dq = w K (|sum z| - 1) / ((1 + K q) D)``.
         """
         saved = ctx.saved_tensors
-        probs, scores, allowed = saved[:3]
-        q = _option_of(ctx, saved)
+        probs, rows, q = saved[0], saved[1], _option_of(ctx, saved)
         dtype = compute_dtype(probs.dtype)
-        wide, vector, z = probs.to(dtype), grad_outputs[0].to(dtype), scores.to(dtype)
+        wide, vector, z, allowed = probs.to(dtype), grad_outputs[0].to(dtype), rows.to(dtype), is_allowed(rows)
         scale, total, denominator = hourglass_scale(z, allowed, _wide(q, dtype), ctx.mirrored)
         spread = support_spread(vector, wide)
         slope = torch.sign(total) if ctx.mirrored else 1.0
         grad = scale * project_jacobian_product(vector, wide)
         grad = grad - torch.where(allowed, slope * spread / denominator, 0.0)
         grad_q = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             count = allowed.sum(-1, keepdim=True).to(dtype)
             size = total.abs() if ctx.mirrored else total
-            rows = spread * (count * (size - 1.0) / denominator) / (1.0 + count * _wide(q, dtype))
-            grad_q = _option_gradient(q, rows)
-        return grad.to(probs.dtype), None, grad_q, None
+            per_row = spread * (count * (size - 1.0) / denominator) / (1.0 + count * _wide(q, dtype))
+            grad_q = _option_gradient(q, per_row)
+        return grad.to(probs.dtype), grad_q, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -207,31 +216,31 @@ class PowerShareFunction(torch.autograd.Function):
     """``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2)."""
 
     @staticmethod
-    def forward(scores: Tensor, allowed: Tensor, power: int) -> Tensor:
-        """``scores`` ``[..., n]``, ``allowed`` bool ``[..., n]``."""
-        unit, _ = _unit_rows(scores.to(compute_dtype(scores.dtype)), allowed)
+    def forward(rows: Tensor, power: int) -> Tensor:
+        """``rows`` ``[..., n]``."""
+        unit, _ = _unit_rows(rows)
         share = unit**power
         total = share.sum(-1, keepdim=True)
-        return (share / torch.where(total == 0, 1.0, total)).to(scores.dtype)
+        return (share / torch.where(total == 0, 1.0, total)).to(rows.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
         """Keep input and output."""
-        scores, allowed, ctx.power = inputs
-        ctx.save_for_backward(output, scores, allowed)
+        rows, ctx.power = inputs
+        ctx.save_for_backward(output, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         """``dL/dz_j = k z_j**(k-1) (v_j - p.v) / sum_i z_i**k``."""
-        probs, scores, allowed = ctx.saved_tensors
+        probs, rows = ctx.saved_tensors
         dtype = compute_dtype(probs.dtype)
         wide, vector = probs.to(dtype), grad_outputs[0].to(dtype)
-        unit, top = _unit_rows(scores.to(dtype), allowed)
+        unit, top = _unit_rows(rows)
         total = (unit**ctx.power).sum(-1, keepdim=True) * top
         slope = unit if ctx.power == 2 else torch.ones_like(unit)
         gap = vector - (vector * wide).sum(-1, keepdim=True)
         grad = ctx.power * slope * gap / torch.where(total == 0, 1.0, total)
-        return torch.where(allowed, grad, 0.0).to(probs.dtype), None, None
+        return torch.where(is_allowed(rows), grad, 0.0).to(probs.dtype), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -239,9 +248,10 @@ class PowerShareFunction(torch.autograd.Function):
         return PowerShareFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]
 
 
-def _unit_rows(z: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows divided by their largest magnitude, which is returned too: squares neither overflow nor vanish."""
-    z = torch.where(allowed, z, 0.0)
+    allowed = is_allowed(rows)
+    z = torch.where(allowed, rows.to(compute_dtype(rows.dtype)), 0.0)
     # A constant to autograd: the scaling cancels, and its own derivative with it.
     top = row_max(z.abs(), allowed).detach()
     return z / torch.where(top == 0, 1.0, top), top
@@ -251,21 +261,19 @@ class TemperedSoftmaxFunction(torch.autograd.Function):
     """``softmax(z / temperature)``."""
 
     @staticmethod
-    def forward(scores: Tensor, allowed: Tensor, temperature: Option) -> Tensor:
-        """``scores`` ``[..., n]``, ``allowed`` bool ``[..., n]``, ``temperature`` a number or ``[..., 1]``."""
-        z = scores.to(compute_dtype(scores.dtype))
-        centred = (z - row_max(z, allowed)) / _wide(temperature, z.dtype)
-        share = centred.masked_fill(~allowed, -math.inf).exp()
+    def forward(rows: Tensor, temperature: Option) -> Tensor:
+        """``rows`` ``[..., n]``, ``temperature`` a number or ``[..., 1]``."""
+        share = centre_rows(rows, 1.0 / _wide(temperature, compute_dtype(rows.dtype))).exp_()
         total = share.sum(-1, keepdim=True)
-        return (share / torch.where(total == 0, 1.0, total)).to(scores.dtype)
+        return share.div_(torch.where(total == 0, 1.0, total)).to(rows.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Option], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Option], output: Tensor) -> None:
         """Keep the output alone."""
-        _keep(ctx, inputs[2], output)
+        _keep(ctx, inputs[1], output)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """``dL/dz = p (v - p.v) / T``, ``dL/dT = -sum_i p_i (v_i - p.v) log p_i / T``."""
         saved = ctx.saved_tensors
         probs, temperature = saved[0], _option_of(ctx, saved)
@@ -273,10 +281,10 @@ class TemperedSoftmaxFunction(torch.autograd.Function):
         wide, vector = probs.to(dtype), grad_outputs[0].to(dtype)
         grad = wide * (vector - (vector * wide).sum(-1, keepdim=True)) / _wide(temperature, dtype)
         grad_temperature = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             log_probs = torch.where(wide > 0, wide, 1.0).log()
             grad_temperature = _option_gradient(temperature, -(grad * log_probs).sum(-1, keepdim=True))
-        return grad.to(probs.dtype), None, grad_temperature
+        return grad.to(probs.dtype), grad_temperature
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:

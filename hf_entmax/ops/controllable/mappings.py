@@ -27,13 +27,13 @@ from torch import Tensor
 
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Q, holds, option
 from hf_entmax.ops.controllable.functions import (
-    TRANSFORMS,
+    SPARSEGEN_KINDS,
     HourglassFunction,
     PowerShareFunction,
     SparsegenFunction,
     TemperedSoftmaxFunction,
 )
-from hf_entmax.ops.simplex import SimplexProjectionFunction, allowed_entries, as_rows, project_onto_simplex
+from hf_entmax.ops.simplex import as_rows, compute_dtype, is_allowed, project_onto_simplex
 
 
 def sparsegen(
@@ -68,28 +68,25 @@ def sparsegen(
         L18, eq. 2 and section 3.1.
     """
     if isinstance(g, str):
-        if g not in TRANSFORMS:
-            raise ValueError(f"g={g!r} is not a transformation: choose from {sorted(TRANSFORMS)}, or give a callable.")
+        if g not in SPARSEGEN_KINDS:
+            raise ValueError(f"g={g!r} is not a transformation: choose from {SPARSEGEN_KINDS}, or give a callable.")
         if g == "log":
             return sparsegen_log(scores, lam, dim, mask)
         return _sparsegen(g, scores, lam, dim, mask)
     if not callable(g):
-        raise TypeError(f"g must be one of {sorted(TRANSFORMS)} or a callable, not {type(g).__name__}.")
-    as_rows(scores, dim, mask)
-    allowed = allowed_entries(scores, mask)
+        raise TypeError(f"g must be one of {SPARSEGEN_KINDS} or a callable, not {type(g).__name__}.")
+    allowed = is_allowed(as_rows(scores, dim, mask)).movedim(-1, dim)
     # Masked scores may lie outside the domain of g; an allowed stand-in keeps NaN out of its gradient.
     inside = torch.where(allowed, scores, _any_allowed(scores, allowed, dim))
-    transformed = g(inside.double() if scores.dtype == torch.float64 else inside.float())
+    transformed = g(inside.to(compute_dtype(scores.dtype)))
     if not isinstance(transformed, Tensor) or transformed.shape != scores.shape:
         given = tuple(transformed.shape) if isinstance(transformed, Tensor) else type(transformed).__name__
         raise ValueError(f"g must return a tensor of shape {tuple(scores.shape)}, as it was given, not {given}.")
     if not holds(transformed.isfinite() | ~allowed | scores.isnan()):
         raise ValueError("g(scores) is not finite at some allowed score: the scores lie outside the domain of g.")
     lam_rows = option(LAM, lam, scores, dim)
-    scale = 1.0 / (1.0 - lam_rows)
-    rows, allowed_rows = transformed.movedim(dim, -1), allowed.movedim(dim, -1)
-    probs = SimplexProjectionFunction.apply(rows * scale, allowed_rows)
-    return probs.movedim(-1, dim).to(scores.dtype)  # type: ignore[union-attr]
+    rows = as_rows(transformed, dim, allowed)
+    return SparsegenFunction.apply(rows, lam_rows, "lin").movedim(-1, dim).to(scores.dtype)  # type: ignore[union-attr]
 
 
 def _any_allowed(scores: Tensor, allowed: Tensor, dim: int) -> Tensor:
@@ -99,9 +96,9 @@ def _any_allowed(scores: Tensor, allowed: Tensor, dim: int) -> Tensor:
 
 
 def _sparsegen(kind: str, scores: Tensor, lam: float | Tensor, dim: int, mask: Tensor | None) -> Tensor:
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
     lam = option(LAM, lam, scores, dim)
-    return SparsegenFunction.apply(rows, allowed, lam, kind).movedim(-1, dim)  # type: ignore[union-attr]
+    return SparsegenFunction.apply(rows, lam, kind).movedim(-1, dim)  # type: ignore[union-attr]
 
 
 def sparsegen_lin(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -191,9 +188,9 @@ def sparsegen_log(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
     Reference:
         L18, section 3.1.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
     # Written so that NaN passes the check and shows in the result, like for every other mapping.
-    if not holds(~(allowed & (rows <= 0))):
+    if not holds(~(is_allowed(rows) & (rows <= 0))):
         raise ValueError(
             "sparsegen_log is defined for scores > 0 only, and some allowed score is zero or negative: mask those "
             "entries, make the scores positive first (e.g. softplus), or use sparsegen_lin."
@@ -222,16 +219,15 @@ def sparsecone(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask: Ten
     Reference:
         L18, section 3.2.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
     q_rows = option(Q, q, scores, dim)
-    count = allowed.sum(-1, keepdim=True)
-    total = _row_sum(rows, allowed)
+    total, count = _row_sum(rows)
     if not holds((count == 0) | ~(total <= -count * q_rows)):
         raise ValueError(
             f"sparsecone is defined for rows with sum(scores) > -K*q only (K allowed entries, q={q}), and some row "
             "lies outside: use a larger q, or sparsehourglass, which extends it to all scores."
         )
-    return HourglassFunction.apply(rows, allowed, q_rows, False).movedim(-1, dim)  # type: ignore[union-attr]
+    return HourglassFunction.apply(rows, q_rows, False).movedim(-1, dim)  # type: ignore[union-attr]
 
 
 def sparsehourglass(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -255,22 +251,24 @@ def sparsehourglass(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask
     Reference:
         L18, section 3.3.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
     q_rows = option(Q, q, scores, dim)
     # For q > 0 every row is inside the domain: nothing to look at, and no wait for a device.
-    if (isinstance(q_rows, Tensor) or q_rows == 0) and not holds(
-        (_row_sum(rows, allowed) != 0) | (allowed.sum(-1, keepdim=True) == 0) | torch.as_tensor(q_rows > 0)
-    ):
-        raise ValueError(
-            "sparsehourglass with q=0 (sum normalization++) is defined for rows with sum(scores) != 0 only, and some "
-            "row sums to zero: use q > 0."
-        )
-    return HourglassFunction.apply(rows, allowed, q_rows, True).movedim(-1, dim)  # type: ignore[union-attr]
+    if isinstance(q_rows, Tensor) or q_rows == 0:
+        total, count = _row_sum(rows)
+        if not holds((total != 0) | (count == 0) | torch.as_tensor(q_rows > 0)):
+            raise ValueError(
+                "sparsehourglass with q=0 (sum normalization++) is defined for rows with sum(scores) != 0 only, and "
+                "some row sums to zero: use q > 0."
+            )
+    return HourglassFunction.apply(rows, q_rows, True).movedim(-1, dim)  # type: ignore[union-attr]
 
 
-def _row_sum(rows: Tensor, allowed: Tensor) -> Tensor:
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return torch.where(allowed, rows.detach().to(wide), 0.0).sum(-1, keepdim=True)
+def _row_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of the allowed entries of each row, ``[..., 1]``."""
+    allowed = is_allowed(rows)
+    total = torch.where(allowed, rows.detach().to(compute_dtype(rows.dtype)), 0.0).sum(-1, keepdim=True)
+    return total, allowed.sum(-1, keepdim=True)
 
 
 def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -291,13 +289,14 @@ def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
     Reference:
         L18, section 2.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
+    allowed = is_allowed(rows)
     if not holds(~(allowed & (rows < 0))) or not holds(((rows != 0) & allowed).any(-1) | ~allowed.any(-1)):
         raise ValueError(
             "sum_normalization is defined for scores >= 0 with a positive sum only: make the scores non-negative, or "
             "use sum_normalization_pp (negative scores) or sparsehourglass (all scores)."
         )
-    return PowerShareFunction.apply(rows, allowed, 1).movedim(-1, dim)  # type: ignore[union-attr]
+    return PowerShareFunction.apply(rows, 1).movedim(-1, dim)  # type: ignore[union-attr]
 
 
 def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -339,13 +338,14 @@ def spherical_softmax(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
     Reference:
         L18, section 2.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
+    allowed = is_allowed(rows)
     if not holds(((rows != 0) & allowed).any(-1) | ~allowed.any(-1)):
         raise ValueError(
             "spherical_softmax is defined for rows with at least one nonzero score only, and some row is zero "
             "throughout: use sparsegen_sq or softmax, which are defined there."
         )
-    return PowerShareFunction.apply(rows, allowed, 2).movedim(-1, dim)  # type: ignore[union-attr]
+    return PowerShareFunction.apply(rows, 2).movedim(-1, dim)  # type: ignore[union-attr]
 
 
 def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -367,9 +367,9 @@ def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, ma
     Reference:
         L18, section 2.
     """
-    rows, allowed = as_rows(scores, dim, mask)
+    rows = as_rows(scores, dim, mask)
     temperature = option(TEMPERATURE, temperature, scores, dim)
-    return TemperedSoftmaxFunction.apply(rows, allowed, temperature).movedim(-1, dim)  # type: ignore[union-attr]
+    return TemperedSoftmaxFunction.apply(rows, temperature).movedim(-1, dim)  # type: ignore[union-attr]
 
 
 __all__ = [
