@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, values_visible
 
 # Below this the bracket is summed as a series in x = O(u log p), above it directly; around it both are accurate.
-_SERIES_BELOW = 0.02
+_SERIES_BELOW = 0.08
 # Probabilities are raised to this before a logarithm whose every use is multiplied by the probability itself.
 # Low enough to change nothing, high enough that powers of it stay finite.
 _FLOOR = {torch.float32: 1e-30, torch.float64: 1e-250}
@@ -120,9 +120,12 @@ def _series(u: float | Tensor, log_probs: Tensor, log_total: Tensor, entropy: Te
     """Return the same by its series in ``x``, which is small wherever ``p`` is not negligible."""
     ratio = -log_probs - log_total / u
     x = u * ratio
-    second = ratio * ratio * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))) / 2
-    first = ratio * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
-    return second + entropy * first
+    # e_2(x) = x^2/2 (1 + x/3 (1 + x/4 (...))), and expm1(x) = x + e_2(x).
+    tail = 1 + x / 8
+    for divisor in (7, 6, 5, 4, 3):
+        tail = 1 + x / divisor * tail
+    second = ratio * ratio * tail / 2
+    return second + entropy * (ratio + u * second)
 
 
 def _chunk_gradient(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:

@@ -89,7 +89,7 @@ def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
     A step either converges quadratically or removes a cluster of entries from the support; how many clusters can be
     removed one at a time grows with the logarithm of the length, and with ``u``.
     """
-    final = 4 if dtype == torch.float32 else 5
+    final = 5 if dtype == torch.float32 else 7
     return final + math.ceil(0.75 * min(1.0, u_max) * math.log2(max(2, length)))
 
 
