@@ -7,16 +7,19 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 
-#: Module of Transformers -> module of hf_entmax whose ``install()`` must run once the former is loaded.
+#: Module of Transformers (or PEFT) -> module of hf_entmax whose ``install()`` must run once the former is loaded.
 _INSTALLERS = {
     "transformers.configuration_utils": "hf_entmax.integration.config_hook",
     "transformers.modeling_utils": "hf_entmax.integration.hooks",
+    "transformers.generation.utils": "hf_entmax.generation.generate_hook",
     "transformers.trainer": "hf_entmax.integration.trainer_hook",
+    "peft.peft_model": "hf_entmax.integration.peft_hook",
 }
-#: What patching and loading cannot do without; the trainer's hook waits until the trainer is imported.
-_NEEDED = ("transformers.configuration_utils", "transformers.modeling_utils")
+#: What patching and loading cannot do without; the hooks of the trainer and of PEFT wait until these are imported.
+_NEEDED = ("transformers.configuration_utils", "transformers.modeling_utils", "transformers.generation.utils")
 _failures: dict[str, ImportError] = {}
 
 
@@ -60,6 +63,8 @@ def _install(module: str) -> None:
         # Importing Transformers must not fail because hf_entmax cannot hook it: what needs the hooks raises instead.
         # A patched checkpoint still cannot load silently, its attention implementation stays unknown.
         _failures[module] = error
+        if module not in _NEEDED:
+            warnings.warn(f"hf_entmax could not hook {module}: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

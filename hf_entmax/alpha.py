@@ -80,6 +80,7 @@ class BoundedHeads(nn.Module):
         return super()._apply(keep, recurse)
 
     def extra_repr(self) -> str:
+        """Show heads, bounds and start."""
         shared = ", shared" if self.a.numel() == 1 < self.num_heads else ""
         return f"{self.num_heads}, bounds={self.bounds}, init={self.init}{shared}"
 
@@ -106,6 +107,7 @@ class FixedHeads(nn.Module):
         self.value = float(value)
 
     def extra_repr(self) -> str:
+        """Show heads and value."""
         return f"{self.num_heads}, value={self.value}"
 
 

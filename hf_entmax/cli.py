@@ -38,7 +38,9 @@ def patch(
     alpha: Annotated[str, typer.Option(help='"learned", or a fixed number >= 1.')] = "learned",
     alpha_init: Annotated[str | None, typer.Option(help='Where learned alphas start: a number, or "normal".')] = None,
     tie: Annotated[str, typer.Option(help="none, layer, site or model.")] = "none",
-    site: Annotated[list[str] | None, typer.Option(help="encoder_self, cross or decoder_self; repeatable; default all.")] = None,
+    site: Annotated[
+        list[str] | None, typer.Option(help="encoder_self, cross or decoder_self; repeatable; default all.")
+    ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="Layer to patch, from 0; repeatable; default all.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Attention module to leave alone; repeatable.")] = None,
     output_alpha: Annotated[float | None, typer.Option(help="Entmax loss and sparse generation at this alpha.")] = None,
@@ -56,10 +58,19 @@ def patch(
 
     import hf_entmax
 
-    options: dict[str, Any] = {"alpha": alpha if alpha == "learned" else _number("--alpha", alpha), "tie": tie, "mapping": mapping}
+    options: dict[str, Any] = {
+        "alpha": alpha if alpha == "learned" else _number("--alpha", alpha),
+        "tie": tie,
+        "mapping": mapping,
+    }
     if alpha_init is not None:
         options["alpha_init"] = alpha_init if alpha_init == "normal" else _number("--alpha-init", alpha_init)
-    optional = {"sites": tuple(site or ()), "layers": tuple(layer or ()), "exclude": tuple(exclude or ()), "output_alpha": output_alpha}
+    optional = {
+        "sites": tuple(site or ()),
+        "layers": tuple(layer or ()),
+        "exclude": tuple(exclude or ()),
+        "output_alpha": output_alpha,
+    }
     options |= {name: value for name, value in optional.items() if value not in ((), None)}
     loaded = _load(model, auto_class)
     hf_entmax.patch_model(loaded, backend=backend.value, **options)
@@ -107,8 +118,12 @@ def doctor() -> None:
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option(help="Where model, figures and results are written.")] = Path("quickstart-output"),
-    model: Annotated[str | None, typer.Option(help="A pretrained encoder-decoder (Hub id or directory) instead of the small one.")] = None,
+    out: Annotated[Path, typer.Option(help="Where model, figures and results are written.")] = Path(
+        "quickstart-output"
+    ),
+    model: Annotated[
+        str | None, typer.Option(help="A pretrained encoder-decoder (Hub id or directory) instead of the small one.")
+    ] = None,
     output_alpha: Annotated[float, typer.Option(help="alpha of the output loss; 1 is cross-entropy.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and split.")] = 0,
 ) -> None:
@@ -125,7 +140,9 @@ def _load(model: str, auto_class: str | None) -> Any:
         config = transformers.AutoConfig.from_pretrained(model)
         names = getattr(config, "architectures", None) or []
         if not names:
-            raise ValueError(f"The configuration of {model} names no architecture: give --auto-class, e.g. AutoModelForSeq2SeqLM.")
+            raise ValueError(
+                f"The configuration of {model} names no architecture: give --auto-class, e.g. AutoModelForSeq2SeqLM."
+            )
         auto_class = names[0]
     loader = getattr(transformers, str(auto_class), None)
     if loader is None:
@@ -156,8 +173,12 @@ def _round_trip() -> None:
 
     import hf_entmax
 
-    sizes = dict.fromkeys(["encoder_layers", "decoder_layers"], 1) | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2)
-    widths = dict.fromkeys(["d_model", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size", "max_position_embeddings"], 16)
+    sizes: dict[str, Any] = dict.fromkeys(["encoder_layers", "decoder_layers"], 1) | dict.fromkeys(
+        ["encoder_attention_heads", "decoder_attention_heads"], 2
+    )
+    widths: dict[str, Any] = dict.fromkeys(
+        ["d_model", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size", "max_position_embeddings"], 16
+    )
     model = hf_entmax.patch_model(BartForConditionalGeneration(BartConfig(**sizes, **widths)))
     ids = torch.arange(3, 12)[None]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -119,7 +119,9 @@ class EntmaxConfig:
         else:
             return
         if self.mapping != "entmax" and self.tie in ("site", "model"):
-            raise ValueError(f"tie={self.tie!r} is not available for mapping={self.mapping!r}: choose 'none' or 'layer'.")
+            raise ValueError(
+                f"tie={self.tie!r} is not available for mapping={self.mapping!r}: choose 'none' or 'layer'."
+            )
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         if idle := [name for name in names if getattr(self, name) != defaults[name]]:
             raise ValueError(f"{idle} would have no effect: {why}. Leave {'them' if len(idle) > 1 else 'it'} out.")
@@ -139,12 +141,16 @@ class EntmaxConfig:
                 version; nothing is ever dropped silently.
         """
         if not isinstance(data, Mapping):
-            raise ValueError(f"entmax_config must be a JSON object, not {type(data).__name__}: the checkpoint is damaged.")
+            raise ValueError(
+                f"entmax_config must be a JSON object, not {type(data).__name__}: the checkpoint is damaged."
+            )
         data = dict(data)
         written_by = data.pop("hf_entmax_version", "unknown")
         schema = data.pop("schema_version", None)
         if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-            raise ValueError(f"entmax_config has schema_version={schema!r}; an integer from 1 to {SCHEMA_VERSION} is expected.")
+            raise ValueError(
+                f"entmax_config has schema_version={schema!r}; an integer from 1 to {SCHEMA_VERSION} is expected."
+            )
         if schema > SCHEMA_VERSION:
             raise ValueError(
                 f"This checkpoint was written by hf_entmax {written_by} with schema version {schema}; hf_entmax "
@@ -189,7 +195,9 @@ def _is_number(value: object) -> bool:
 
 def _alpha(name: str, value: object, alternative: str) -> float:
     if not _is_number(value) or float(value) < 1.0:  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r} is not allowed: give a finite number >= 1 (1 is softmax, 2 is sparsemax) {alternative}.")
+        raise ValueError(
+            f"{name}={value!r} is not allowed: give a finite number >= 1 (1 is softmax, 2 is sparsemax) {alternative}."
+        )
     return float(value)  # type: ignore[arg-type]
 
 
@@ -199,7 +207,9 @@ def _range(value: object) -> tuple[float, float]:
     except (TypeError, ValueError):
         lo = hi = None
     if not (_is_number(lo) and _is_number(hi) and 1.0 <= lo < hi):  # type: ignore[operator]
-        raise ValueError(f"alpha_range={value!r} is not allowed: give two numbers (lo, hi) with 1 <= lo < hi, e.g. (1.0, 2.0).")
+        raise ValueError(
+            f"alpha_range={value!r} is not allowed: give two numbers (lo, hi) with 1 <= lo < hi, e.g. (1.0, 2.0)."
+        )
     return float(lo), float(hi)  # type: ignore[arg-type]
 
 
@@ -219,7 +229,9 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 def _layers(value: object) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
-    if not isinstance(value, (list, tuple, range, set)) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+    if not isinstance(value, (list, tuple, range, set)) or not all(
+        isinstance(v, int) and not isinstance(v, bool) for v in value
+    ):
         raise TypeError(f"layers={value!r} must be an integer or a sequence of integers (layers counted from 0).")
     if not value:
         raise ValueError("layers is empty: name at least one layer, or None for all.")

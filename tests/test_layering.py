@@ -52,16 +52,26 @@ def test_imports_go_down(path):
         if target == own:
             continue
         public = target == "__init__"
-        assert (public and FLOORS[own] >= 8) or FLOORS[target] < FLOORS[own], f"{path.name}:{line} on floor {FLOORS[own]} imports {module}"
+        assert (public and FLOORS[own] >= 8) or FLOORS[target] < FLOORS[own], (
+            f"{path.name}:{line} on floor {FLOORS[own]} imports {module}"
+        )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha")], ids=str)
 def test_the_mathematics_does_not_know_transformers(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
         assert not [n for n in names if n.split(".")[0] in ("transformers", "accelerate", "datasets")]
 
 
 def test_no_file_does_too_much():
-    long = {str(p.relative_to(PACKAGE)): n for p in FILES if (n := len(p.read_text(encoding="utf-8").splitlines())) > 450}
+    long = {
+        str(p.relative_to(PACKAGE)): n for p in FILES if (n := len(p.read_text(encoding="utf-8").splitlines())) > 450
+    }
     assert not long

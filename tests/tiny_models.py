@@ -21,8 +21,24 @@ _SEQ = dict(
     decoder_start_token_id=BOS,
     forced_eos_token_id=None,
 )
-_LLAMA = dict(**_IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=20, max_position_embeddings=64)
-_BERT = dict(vocab_size=VOCAB, pad_token_id=PAD, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=20, max_position_embeddings=64)
+_LLAMA = dict(
+    **_IDS,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=20,
+    max_position_embeddings=64,
+)
+_BERT = dict(
+    vocab_size=VOCAB,
+    pad_token_id=PAD,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=20,
+    max_position_embeddings=64,
+)
 _T5 = dict(**_IDS, d_model=16, d_kv=4, d_ff=20, num_layers=2, num_heads=4, decoder_start_token_id=PAD)
 
 
@@ -42,22 +58,43 @@ ENCODER_DECODERS = {
     "mbart": lambda **extra: tf.MBartForConditionalGeneration(tf.MBartConfig(**_SEQ, **extra)),
 }
 DECODERS = {
-    "gpt2": lambda **extra: tf.GPT2LMHeadModel(tf.GPT2Config(**_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, **extra)),
+    "gpt2": lambda **extra: tf.GPT2LMHeadModel(
+        tf.GPT2Config(**_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, **extra)
+    ),
     "llama": lambda **extra: tf.LlamaForCausalLM(tf.LlamaConfig(**_LLAMA, **extra)),
     "gemma2": lambda **extra: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=4, **extra)),
     "qwen2": lambda **extra: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_LLAMA, **extra)),
     "gpt_neox": lambda **extra: tf.GPTNeoXForCausalLM(
-        tf.GPTNeoXConfig(**_IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=20, max_position_embeddings=64, **extra)
+        tf.GPTNeoXConfig(
+            **_IDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=20,
+            max_position_embeddings=64,
+            **extra,
+        )
     ),
 }
 ENCODERS = {
     "bert": lambda **extra: tf.BertForMaskedLM(tf.BertConfig(**_BERT, **extra)),
     "roberta": lambda **extra: tf.RobertaForMaskedLM(tf.RobertaConfig(**_BERT, **extra)),
     "distilbert": lambda **extra: tf.DistilBertForMaskedLM(
-        tf.DistilBertConfig(vocab_size=VOCAB, pad_token_id=PAD, dim=32, n_layers=2, n_heads=4, hidden_dim=20, max_position_embeddings=64, **extra)
+        tf.DistilBertConfig(
+            vocab_size=VOCAB,
+            pad_token_id=PAD,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=20,
+            max_position_embeddings=64,
+            **extra,
+        )
     ),
     "modernbert": lambda **extra: tf.ModernBertForMaskedLM(
-        tf.ModernBertConfig(**_BERT | _IDS, global_attn_every_n_layers=2, local_attention=6, cls_token_id=BOS, sep_token_id=EOS, **extra)
+        tf.ModernBertConfig(
+            **_BERT | _IDS, global_attn_every_n_layers=2, local_attention=6, cls_token_id=BOS, sep_token_id=EOS, **extra
+        )
     ),
     "albert": lambda **extra: tf.AlbertForMaskedLM(tf.AlbertConfig(**_BERT, embedding_size=8, **extra)),
 }

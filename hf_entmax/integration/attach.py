@@ -46,7 +46,9 @@ def check_selection(model: nn.Module, sites: list[AttentionSite], config: Entmax
         wanted = [s for s in sites if config.sites is None or s.site in config.sites]
         depth = max(s.layer for s in wanted) + 1
         if beyond := [layer for layer in config.layers if not -depth <= layer < depth]:
-            raise ValueError(f"layers={list(config.layers)} names {beyond}, but {type(model).__name__} has layers 0 to {depth - 1}.")
+            raise ValueError(
+                f"layers={list(config.layers)} names {beyond}, but {type(model).__name__} has layers 0 to {depth - 1}."
+            )
     prefix = getattr(model, "base_model_prefix", "")
     for name in config.exclude:
         if not any(_named(site.name, name, prefix) for site in sites):
@@ -55,7 +57,9 @@ def check_selection(model: nn.Module, sites: list[AttentionSite], config: Entmax
                 f"its first ones are {[site.name for site in sites[:6]]}."
             )
     if not selected_sites(model, sites, config):
-        raise ValueError(f"sites, layers and exclude together leave no attention module of {type(model).__name__} to patch.")
+        raise ValueError(
+            f"sites, layers and exclude together leave no attention module of {type(model).__name__} to patch."
+        )
 
 
 def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
@@ -106,8 +110,16 @@ def detach(model: nn.Module) -> None:
 
 
 def heads_of(site: AttentionSite) -> nn.Module | None:
-    """The numbers of an attention module, or None where it was left alone or never patched."""
-    return site.module._modules.get(CHILD)
+    """The numbers of an attention module, or None where it was left alone or never patched.
+
+    PEFT's ``modules_to_save`` wraps a module and trains a copy of it; then that copy is the one in use.
+    """
+    heads = site.module._modules.get(CHILD)
+    copies = getattr(heads, "modules_to_save", None)
+    if heads is None or copies is None:
+        return heads
+    active = [name for name in heads.active_adapters if name in copies]  # type: ignore[union-attr]
+    return copies[active[0]] if active and not heads.disable_adapters else heads.original_module  # type: ignore[return-value]
 
 
 def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
@@ -157,4 +169,3 @@ def reset(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BoundedHeads) and module.a.device.type != "meta":
             module.reset_parameters()
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jinja2
@@ -30,7 +31,8 @@ base_model: {{ base_model }}
 
 # {{ title }}
 
-{{ article }} `{{ architecture }}` (`{{ model_type }}`) whose attention uses {{ mapping }} instead of the softmax: attention weights can be exactly zero.
+{{ article }} `{{ architecture }}` (`{{ model_type }}`) whose attention uses {{ mapping }}
+instead of the softmax: attention weights can be exactly zero.
 {%- if base_model %} It was patched from `{{ base_model }}`.{% endif %}
 
 ## How to load it
@@ -125,7 +127,7 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID") -> str:
     )
 
 
-def write_model_card(model: PreTrainedModel, directory: str | Path) -> Path | None:
+def write_model_card(model: PreTrainedModel, directory: str | os.PathLike[str]) -> Path | None:
     """Write the card as ``README.md`` unless somebody's own card is there.
 
     Returns:

@@ -37,7 +37,9 @@ def install() -> None:
             d["attn_implementation"] = IMPLEMENTATION
             return
         # Only sub-models are patched: the key of the whole configuration, read first, must name them one by one.
-        nested = {k: v["attn_implementation"] for k, v in d.items() if isinstance(v, dict) and v.get("attn_implementation")}
+        nested = {
+            k: v["attn_implementation"] for k, v in d.items() if isinstance(v, dict) and v.get("attn_implementation")
+        }
         if nested:
             d["attn_implementation"] = nested
 

@@ -50,7 +50,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     Raises:
         ValueError: if the number of heads of a module cannot be found.
     """
-    counts = dict.fromkeys(SITES, 0)
+    counts: dict[str, int] = dict.fromkeys(SITES, 0)
     sites = []
     for name, module in model.named_modules():
         if not uses_interface(module):
@@ -69,7 +69,9 @@ def check_supported(model: nn.Module) -> None:
         ValueError: if some attention bypasses the interface; the message names the family's reason and the modules.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"patch_model needs a transformers.PreTrainedModel, not {type(model).__name__}. {_unwrap_hint(model)}".rstrip())
+        raise TypeError(
+            f"patch_model needs a transformers.PreTrainedModel, not {type(model).__name__}. {_unwrap_hint(model)}".rstrip()
+        )
     bypassing = bypassing_modules(model)
     closed = [
         name or type(model).__name__
@@ -137,7 +139,9 @@ def _head_count(name: str, module: nn.Module) -> int:
             count = getattr(holder, attribute, None)
             if isinstance(count, int) and count > 0:
                 return count
-    raise ValueError(f"The number of heads of {name!r} ({type(module).__name__}) cannot be found under any of {list(_HEAD_COUNT_NAMES)}.")
+    raise ValueError(
+        f"The number of heads of {name!r} ({type(module).__name__}) cannot be found under any of {list(_HEAD_COUNT_NAMES)}."
+    )
 
 
 def _unwrap_hint(model: object) -> str:

@@ -72,7 +72,9 @@ def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_correct(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
         if getattr(self.config, CONFIG_KEY, None) is None:
             return original(self, requested_attention, is_init_check)
         if requested_attention in (None, IMPLEMENTATION):
@@ -113,7 +115,13 @@ def _adjust_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(
+        self: PreTrainedModel,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         result = original(self, save_directory, is_main_process, *args, **kwargs)
         if is_main_process and getattr(self.config, CONFIG_KEY, None) is not None:
             from hf_entmax.integration.card import write_model_card
@@ -125,7 +133,7 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
-    def upload_modified_files(self: Any, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    def upload_modified_files(self: Any, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, PreTrainedModel) and getattr(self.config, CONFIG_KEY, None) is not None:
             from hf_entmax.integration.card import write_model_card
 
@@ -141,7 +149,11 @@ def _is_ours(key: str) -> bool:
 
 def _attention_is_new(model: nn.Module, key: str, missing: set[str]) -> bool:
     parent = key.split(f"{CHILD}.")[0]
-    own = [f"{parent}{name}" for name, _ in model.get_submodule(parent.rstrip(".")).named_parameters() if not _is_ours(name)]
+    own = [
+        f"{parent}{name}"
+        for name, _ in model.get_submodule(parent.rstrip(".")).named_parameters()
+        if not _is_ours(name)
+    ]
     return bool(own) and all(name in missing for name in own)
 
 

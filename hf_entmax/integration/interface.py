@@ -87,7 +87,9 @@ def entmax_attention_forward(
     }
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        options["attention_mask"] = _restrict(options["attention_mask"], _same_sequence(query, key, cu_seq_lens_q, bounds_k))
+        options["attention_mask"] = _restrict(
+            options["attention_mask"], _same_sequence(query, key, cu_seq_lens_q, bounds_k)
+        )
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value = _append_sink(query, key, value, sink, options)
@@ -100,15 +102,22 @@ def entmax_attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _attend(heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
     if heads is None:
         # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
         return entmax_attention(query, key, value, 1.0, backend="torch", **options)
-    if isinstance(heads, MappingHeads):
+    numbers = heads()
+    kind = getattr(
+        heads, "original_module", heads
+    )  # PEFT may have wrapped it; calling the wrapper gives the trained copy
+    backend = getattr(kind, "backend", "auto")
+    if isinstance(kind, MappingHeads):
         from hf_entmax.integration.mappings import mapped_attention
 
-        return mapped_attention(heads, query, key, value, options)
-    return entmax_attention(query, key, value, heads(), backend=getattr(heads, "backend", "auto"), **options)
+        return mapped_attention(kind.mapping, numbers, backend, query, key, value, options)
+    return entmax_attention(query, key, value, numbers, backend=backend, **options)
 
 
 def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -129,7 +138,7 @@ def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
 
 
 def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
-    """bool ``[1, 1, T_q, T_k]``: whether query and key belong to the same packed sequence."""
+    """Bool ``[1, 1, T_q, T_k]``: whether query and key belong to the same packed sequence."""
 
     def number(length: int, bounds: Tensor) -> Tensor:
         positions = torch.arange(length, device=query.device)
@@ -139,10 +148,14 @@ def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tenso
     return same[None, None]
 
 
-def _append_sink(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _append_sink(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Write an attention sink as one more key of zeros with its score as position bias and a value of zeros."""
     if options["softcap"] is not None:
-        raise ValueError("Attention sinks together with softcap are not supported: the sink's score must not be capped.")
+        raise ValueError(
+            "Attention sinks together with softcap are not supported: the sink's score must not be capped."
+        )
     length_q, length_k = query.shape[-2], key.shape[-2]
     if options["is_causal"]:
         # Causality would be aligned to the new last key: write it out before that key exists.
@@ -156,7 +169,9 @@ def _append_sink(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, option
     mask, bias = options["attention_mask"], options["position_bias"]
     if mask is not None:
         open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
-        options["attention_mask"] = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
+        options["attention_mask"] = torch.cat(
+            [mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1
+        )
     if bias is None:
         bias = query.new_zeros(1, 1, 1, 1)
     bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)

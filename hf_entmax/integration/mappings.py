@@ -33,7 +33,13 @@ def mapping_heads(num_heads: int, config: EntmaxConfig) -> MappingHeads:
 
 
 def mapped_attention(
-    heads: MappingHeads, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    mapping: str,
+    values: dict[str, Tensor | float],
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attention weights by a mapping of Laha et al. 2018.
 
@@ -41,7 +47,9 @@ def mapped_attention(
     the work; otherwise the scores are formed.
 
     Args:
-        heads: the module's mapping and options.
+        mapping: name in ``hf_entmax.ops.controllable.ATTENTION_MAPPINGS``.
+        values: its options, numbers or ``[H]``.
+        backend: as in ``entmax_attention``.
         query: ``[B, H, T_q, D]``.
         key: ``[B, H_kv, T_k, D]``.
         value: ``[B, H_kv, T_k, D_v]``.
@@ -50,19 +58,17 @@ def mapped_attention(
     Returns:
         As ``entmax_attention``.
     """
-    values = heads()
     folded = ("scaling", "attention_mask", "position_bias", "is_causal", "sliding_window", "softcap")
-    scaled = as_sparsemax_attention(heads.mapping, values, query, key, **{name: options[name] for name in folded})
-    backend = getattr(heads, "backend", "auto")
+    scaled = as_sparsemax_attention(mapping, values, query, key, **{name: options[name] for name in folded})
     if scaled is not None:
         changed = {"attention_mask": scaled.attention_mask, "position_bias": scaled.position_bias}
         return entmax_attention(scaled.query, key, value, _SPARSEMAX, backend=backend, **{**options, **changed})
     if backend not in ("auto", "torch"):
         raise ValueError(
-            f"backend={backend!r} cannot compute mapping={heads.mapping!r} (with softcap={options['softcap']!r}): only "
+            f"backend={backend!r} cannot compute mapping={mapping!r} (with softcap={options['softcap']!r}): only "
             "scaled sparsemax has a fused kernel. Use backend='auto' or 'torch'."
         )
-    spec = attention_mapping(heads.mapping)
+    spec = attention_mapping(mapping)
 
     def normalizer(scores: Tensor, mask: Tensor | None) -> Tensor:
         return spec.weights(scores, mask, **values)

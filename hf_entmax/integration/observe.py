@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionSite,
             callback(site, weights)
 
     plain = [s.module for s in sites.values() if CHILD not in s.module._modules and not hasattr(s.module, LEFT_ALONE)]
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     configs |= {id(s.module.config): s.module.config for s in sites.values() if hasattr(s.module, "config")}  # type: ignore[misc]
     previous = [(config, config._attn_implementation) for config in configs.values()]
     interface._observers.append(observer)

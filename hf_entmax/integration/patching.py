@@ -62,7 +62,9 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
     attaching.check_selection(model, sites, config)
     check_output(model, config)
     for site in attaching.selected_sites(model, sites, config):
-        attaching.new_heads(site.num_heads, config)  # whatever is wrong with the options is found before anything changes
+        attaching.new_heads(
+            site.num_heads, config
+        )  # whatever is wrong with the options is found before anything changes
     attaching.attach(model, config)
     configs = _patched_configs(model)
     setattr(model, _PREVIOUS, [(c, c._attn_implementation) for c in configs])
@@ -137,7 +139,9 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
     """
     mapping = entmax_config(model).mapping
     if mapping != "entmax":
-        raise ValueError(f"This model uses mapping={mapping!r}, which has no alpha; see hf_entmax.mapping_options(model).")
+        raise ValueError(
+            f"This model uses mapping={mapping!r}, which has no alpha; see hf_entmax.mapping_options(model)."
+        )
     rows: dict[str, list[Tensor]] = {}
     for site in attention_sites(model):
         rows.setdefault(site.site, []).append(_alpha_row(site))
@@ -165,7 +169,9 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
     config = entmax_config(model)
     if config.alpha != "learned":
         if isinstance(values, Mapping):
-            raise ValueError("This model has one fixed alpha: give set_alphas one number, or patch with alpha='learned'.")
+            raise ValueError(
+                "This model has one fixed alpha: give set_alphas one number, or patch with alpha='learned'."
+            )
         update_config(model, alpha=float(values))
         for module in model.modules():
             if isinstance(module, FixedHeads):
@@ -185,9 +191,13 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
         depth = max(s.layer for s in own) + 1
         width = max(s.num_heads for s in own)
         if tensor.ndim and tuple(tensor.shape) != (depth, width):
-            raise ValueError(f"alphas of {name!r} have shape {tuple(tensor.shape)}; one number or ({depth}, {width}) = (layers, heads) is allowed.")
+            raise ValueError(
+                f"alphas of {name!r} have shape {tuple(tensor.shape)}; one number or ({depth}, {width}) = (layers, heads) is allowed."
+            )
         if not bool(((tensor >= lo) & (tensor <= hi)).all()):
-            raise ValueError(f"alphas of {name!r} must lie between {lo} and {hi} (alpha_range); given were {tensor.min():.4g} to {tensor.max():.4g}.")
+            raise ValueError(
+                f"alphas of {name!r} must lie between {lo} and {hi} (alpha_range); given were {tensor.min():.4g} to {tensor.max():.4g}."
+            )
         planned += [(s, tensor if not tensor.ndim else tensor[s.layer, : s.num_heads]) for s in own]
     for site, row in planned:
         heads = attaching.heads_of(site)
@@ -241,7 +251,9 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
         ValueError: if the model is not patched.
     """
     entmax_config(model)
-    held = [(site, site.module._modules[CHILD]) for site in attention_sites(model) if attaching.heads_of(site) is not None]
+    held = [
+        (site, site.module._modules[CHILD]) for site in attention_sites(model) if attaching.heads_of(site) is not None
+    ]
     try:
         for site, _ in held:
             site.module._modules[CHILD] = FixedHeads(site.num_heads, 1.0)

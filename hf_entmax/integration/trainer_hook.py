@@ -1,15 +1,18 @@
-"""What the Trainer must know of patched models: one combination it must refuse, one moment callbacks need."""
+"""What the Trainer must know of patched models: what it must refuse, a moment callbacks need, a figure to report."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import torch
+
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.output_loss import output_losses
 
 
 def install() -> None:
-    """Hook ``Trainer.__init__`` and ``CallbackHandler.on_log``.
+    """Hook ``Trainer.__init__``, ``Trainer.evaluation_loop`` and ``CallbackHandler.on_log``.
 
     Raises:
         ImportError: if this version of Transformers has them with other parameters.
@@ -21,7 +24,12 @@ def install() -> None:
         return
     require(Trainer, "__init__", ["self", "model", "args"])
     require(CallbackHandler, "on_log", ["self", "args", "state", "control", "logs"])
-    original_init, original_on_log = Trainer.__init__, CallbackHandler.on_log
+    require(
+        Trainer,
+        "evaluation_loop",
+        ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+    )
+    original_init, original_on_log, original_loop = Trainer.__init__, CallbackHandler.on_log, Trainer.evaluation_loop
 
     @functools.wraps(original_init)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -37,8 +45,25 @@ def install() -> None:
                 before_report(args, state, logs, model=self.model)
         return original_on_log(self, args, state, control, logs)
 
+    @functools.wraps(original_loop)
+    def evaluation_loop(
+        self: Trainer,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        _mean_support(self)  # forget what was counted outside an evaluation
+        result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        support = _mean_support(self)
+        if support is not None and result.metrics is not None:
+            result.metrics[f"{metric_key_prefix}_support_size"] = support
+        return result
+
     Trainer.__init__ = init
-    CallbackHandler.on_log = on_log
+    Trainer.evaluation_loop = evaluation_loop
+    CallbackHandler.on_log = on_log  # type: ignore[method-assign,assignment]
     Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 
@@ -56,3 +81,13 @@ def _refuse_label_smoothing(trainer: Any) -> None:
         f"would silently replace the loss of {name}={value!r}. Set it to 0. For label smoothing in Fenchel-Young form "
         "give the Trainer compute_loss_func=hf_entmax.training.SmoothedEntmaxLoss(alpha, label_smoothing)."
     )
+
+
+def _mean_support(trainer: Any) -> float | None:
+    """Mean number of classes with a probability above 0, over all processes, since the last call."""
+    hooks = [hook for hook in output_losses(trainer.model) if hook.alpha is not None]
+    if not hooks:
+        return None
+    taken = torch.tensor([hook.take_support() for hook in hooks], dtype=torch.float64).sum(0)
+    total, count = trainer.accelerator.reduce(taken.to(torch.float32).to(trainer.args.device), reduction="sum").tolist()
+    return total / count if count else None

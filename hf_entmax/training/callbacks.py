@@ -52,7 +52,9 @@ class AlphaLoggingCallback(TrainerCallback):
         self._last_step = -1
         self._handle: Any = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Check the model and start to wait for a probe batch."""
         model = _inner(kwargs["model"])
         entmax_config(model)
@@ -64,11 +66,15 @@ class AlphaLoggingCallback(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             _keep_until(path, state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Stop waiting for a batch that never came."""
         self._drop_hook()
 
-    def before_report(self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any], model: nn.Module) -> None:
+    def before_report(
+        self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any], model: nn.Module
+    ) -> None:
         """Add to the logs before they are reported. Called for every report; only those of training are added to."""
         if "loss" not in logs or state.global_step == self._last_step:
             return
@@ -105,7 +111,7 @@ class AlphaLoggingCallback(TrainerCallback):
             statistics = collect(model, [batch], progress=False)
         finally:
             model.train(training)
-        return statistics.density(), statistics.head_diversity()
+        return statistics.density, statistics.head_diversity
 
     def _keep_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training:
@@ -145,7 +151,9 @@ class AlphaScheduleCallback(TrainerCallback):
         ValueError: if an argument is out of range, or, when training starts, the model is not patched with entmax.
     """
 
-    def __init__(self, start: float, end: float, over: float = 0.5, shape: str | Callable[[float], float] = "linear") -> None:
+    def __init__(
+        self, start: float, end: float, over: float = 0.5, shape: str | Callable[[float], float] = "linear"
+    ) -> None:
         for name, value in (("start", start), ("end", end)):
             if not value >= 1.0:
                 raise ValueError(f"{name}={value!r} is not allowed: alpha must be >= 1.")
@@ -164,23 +172,33 @@ class AlphaScheduleCallback(TrainerCallback):
             done = 0.5 - 0.5 * torch.cos(torch.tensor(torch.pi * done, dtype=torch.float64)).item()
         return self.start + (self.end - self.start) * done
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Check that the model has an alpha that can take these values."""
         config = entmax_config(_inner(kwargs["model"]))
         if config.mapping != "entmax":
-            raise ValueError(f"AlphaScheduleCallback needs mapping='entmax'; this model uses {config.mapping!r}, which has no alpha.")
+            raise ValueError(
+                f"AlphaScheduleCallback needs mapping='entmax'; this model uses {config.mapping!r}, which has no alpha."
+            )
         lo, hi = config.alpha_range
         if config.alpha == "learned" and not (lo <= self.start <= hi and lo <= self.end <= hi):
-            raise ValueError(f"The schedule goes from {self.start} to {self.end}; learned alphas of this model stay within {lo} to {hi} (alpha_range).")
+            raise ValueError(
+                f"The schedule goes from {self.start} to {self.end}; learned alphas of this model stay within {lo} to {hi} (alpha_range)."
+            )
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Set alpha for the step that begins."""
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha == "learned" and state.global_step >= self.over * state.max_steps:
             return
         set_alphas(model, self.value(state.global_step, state.max_steps))
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """A fixed alpha ends exactly where the schedule ends."""
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha != "learned" and state.global_step >= self.over * state.max_steps:
@@ -205,9 +223,18 @@ def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:
     logs = {}
     for site, values in table.items():
         known = values[~values.isnan()]
-        logs |= {f"alpha/{site}/mean": known.mean().item(), f"alpha/{site}/min": known.min().item(), f"alpha/{site}/max": known.max().item()}
+        logs |= {
+            f"alpha/{site}/mean": known.mean().item(),
+            f"alpha/{site}/min": known.min().item(),
+            f"alpha/{site}/max": known.max().item(),
+        }
         if per_head:
-            logs |= {f"alpha/{site}/{i}/{j}": v.item() for i, row in enumerate(values) for j, v in enumerate(row) if not v.isnan()}
+            logs |= {
+                f"alpha/{site}/{i}/{j}": v.item()
+                for i, row in enumerate(values)
+                for j, v in enumerate(row)
+                if not v.isnan()
+            }
     return logs
 
 

@@ -13,7 +13,9 @@ from hf_entmax.integration.interface import CHILD
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def alpha_parameter_groups(model: nn.Module, lr: float, alpha_lr: float | None = None, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def alpha_parameter_groups(
+    model: nn.Module, lr: float, alpha_lr: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
     """Three groups for any optimiser of ``torch.optim``: weights, weights without decay, and the heads' alphas.
 
     Alphas are never decayed (decay would pull ``a`` to 0, alpha to the middle of its range) and may learn faster than

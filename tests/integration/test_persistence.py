@@ -89,7 +89,9 @@ with torch.no_grad():
 
 def _fresh_process(code, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=240
+    )
 
 
 @pytest.mark.parametrize("family, order", [("t5", "before"), ("llama", "after")])
@@ -99,7 +101,12 @@ def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
     batch = tiny.inputs(family)
     torch.save(batch, tmp_path / "batch.pt")
     plugin = "import hf_entmax" if order == "before" else "import transformers.modeling_utils; import hf_entmax"
-    run = _fresh_process(_FRESH.format(plugin=plugin, auto=AUTO[family].__name__), tmp_path / "model", tmp_path / "batch.pt", tmp_path / "out.pt")
+    run = _fresh_process(
+        _FRESH.format(plugin=plugin, auto=AUTO[family].__name__),
+        tmp_path / "model",
+        tmp_path / "batch.pt",
+        tmp_path / "out.pt",
+    )
     assert run.returncode == 0, run.stderr
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "out.pt"), model(**batch).logits)
@@ -154,26 +161,43 @@ def test_a_configuration_saved_alone_keeps_the_key(tmp_path):
 
 def test_only_a_submodel_patched(tmp_path):
     encoder, decoder = tiny.build("bert"), tiny.build("gpt2")
-    pair = tf.EncoderDecoderModel(encoder=encoder.bert, decoder=tf.GPT2LMHeadModel(tf.GPT2Config(**{**decoder.config.to_dict(), "add_cross_attention": True, "is_decoder": True})))
+    pair = tf.EncoderDecoderModel(
+        encoder=encoder.bert,
+        decoder=tf.GPT2LMHeadModel(
+            tf.GPT2Config(**{**decoder.config.to_dict(), "add_cross_attention": True, "is_decoder": True})
+        ),
+    )
     pair.config.decoder_start_token_id, pair.config.pad_token_id = tiny.BOS, tiny.PAD
     patch_model(pair.encoder, alpha_init=1.6)
     pair.save_pretrained(tmp_path)
     again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
     assert is_patched(again.encoder) and not is_patched(again.decoder)
-    batch = {"input_ids": tiny.inputs("bert")["input_ids"], "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"]}
+    batch = {
+        "input_ids": tiny.inputs("bert")["input_ids"],
+        "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"],
+    }
     with torch.no_grad():
         assert torch.allclose(again.eval()(**batch).logits, pair.eval()(**batch).logits, atol=1e-6)
 
 
 def test_composite_models_patch_as_one(tmp_path):
-    decoder = tf.BertLMHeadModel(tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True}))
+    decoder = tf.BertLMHeadModel(
+        tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True})
+    )
     pair = tf.EncoderDecoderModel(encoder=tiny.build("bert").bert, decoder=decoder)
     pair.config.decoder_start_token_id, pair.config.pad_token_id = tiny.BOS, tiny.PAD
     patch_model(pair, alpha_init=1.6)
-    assert {k: tuple(v.shape) for k, v in alphas(pair).items()} == {"encoder_self": (2, 4), "decoder_self": (2, 4), "cross": (2, 4)}
+    assert {k: tuple(v.shape) for k, v in alphas(pair).items()} == {
+        "encoder_self": (2, 4),
+        "decoder_self": (2, 4),
+        "cross": (2, 4),
+    }
     pair.save_pretrained(tmp_path)
     again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
-    batch = {"input_ids": tiny.inputs("bert")["input_ids"], "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"]}
+    batch = {
+        "input_ids": tiny.inputs("bert")["input_ids"],
+        "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"],
+    }
     with torch.no_grad():
         assert torch.equal(again.eval()(**batch).logits, pair.eval()(**batch).logits)
 
@@ -209,7 +233,9 @@ def test_checkpoint_with_the_wrong_number_of_heads(tmp_path):
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     wrong = {k: v[:3].clone() if "entmax_norm" in k else v for k, v in weights.items()}
     safetensors.torch.save_file(wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # the library's own error, its report names the keys
+    with pytest.raises(
+        RuntimeError, match="ignore_mismatched_sizes"
+    ):  # the library's own error, its report names the keys
         tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="wrong shape"):
         tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
@@ -219,11 +245,11 @@ def test_newer_schema_unknown_field_and_damaged_record(tmp_path):
     _patched("gpt2").save_pretrained(tmp_path)
     original = (tmp_path / "config.json").read_text()
     _edit_config(tmp_path, schema_version=99)
-    with pytest.raises(ValueError, match="schema version 99.*pip install -U"):
+    with pytest.raises(ValueError, match=r"schema version 99.*pip install -U"):
         tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(original)
     _edit_config(tmp_path, gamma=1)
-    with pytest.raises(ValueError, match="unknown fields.*gamma"):
+    with pytest.raises(ValueError, match=r"unknown fields.*gamma"):
         tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(original)
     _edit_config(tmp_path, schema_version="one")
@@ -300,4 +326,3 @@ def test_push_to_hub_uploads_weights_configuration_and_card(tmp_path, monkeypatc
     weights = safetensors.torch.load(uploaded["model.safetensors"])
     assert sum("entmax_norm" in k for k in weights) == 6
     assert "| encoder_self | 2 | 4 | all layers |" in uploaded["README.md"].decode()
-

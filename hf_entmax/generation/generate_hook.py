@@ -1,0 +1,52 @@
+"""``generate()`` of a model with ``output_alpha`` uses entmax probabilities, with nothing to pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hf_entmax.generation.processor import EntmaxLogitsProcessor
+from hf_entmax.integration.config_hook import CONFIG_KEY, require
+
+
+def install() -> None:
+    """Hook ``GenerationMixin._get_logits_processor``.
+
+    Raises:
+        ImportError: if this version of Transformers has it with other parameters.
+    """
+    from transformers.generation.utils import GenerationMixin
+
+    if getattr(GenerationMixin, "_hf_entmax_hooked", False):
+        return
+    require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
+    original = GenerationMixin._get_logits_processor
+
+    @functools.wraps(original)
+    def get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = original(self, *args, **kwargs)
+        entmax = getattr(self.config, CONFIG_KEY, None)
+        alpha = entmax.get("output_alpha") if entmax else None
+        if alpha is not None and not any(isinstance(p, EntmaxLogitsProcessor) for p in processors):
+            processors.insert(_place(processors), EntmaxLogitsProcessor(alpha))
+        return processors
+
+    GenerationMixin._get_logits_processor = get_logits_processor
+    GenerationMixin._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _place(processors: list[Any]) -> int:
+    """After everything that acts on logits or forbids tokens, before everything that samples from probabilities.
+
+    What is forbidden first gets no mass, and the others share all of it; temperature, top-k and top-p then act on the
+    sparse distribution.
+    """
+    for position, processor in enumerate(processors):
+        name = type(processor).__name__
+        if name.endswith("LogitsWarper") or name in (
+            "LogitNormalization",
+            "WatermarkLogitsProcessor",
+            "SynthIDTextWatermarkLogitsProcessor",
+        ):
+            return position
+    return len(processors)

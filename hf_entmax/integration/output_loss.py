@@ -1,0 +1,199 @@
+"""The training loss of a head model, replaced from outside: a forward hook that sees logits and labels.
+
+Most head models compute their loss inside ``forward``, each in its own lines. A hook on the model works for all of them:
+the model's own output scaling and softcap have been applied to the logits that it sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_entmax.losses import entmax_loss
+from hf_entmax.ops import entmax
+
+_SUPPORTED = ("conditional generation (encoder-decoder)", "causal language modelling", "masked language modelling",
+              "token classification", "sequence classification", "multiple choice")  # fmt: skip
+_CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_OTHER_LOSSES = ("ForQuestionAnswering", "ForCTC", "ForObjectDetection", "ForSegmentation", "ForPreTraining", "ForNextSentencePrediction",
+                 "ForImageSegmentation", "ForTokenClassificationWithCRF", "ForMaskedImageModeling")  # fmt: skip
+
+
+class OutputLoss:
+    """The forward hook: computes the loss from logits and labels in the place of the model's own.
+
+    Args:
+        alpha: of the entmax loss, >= 1; None where ``mapping`` is given.
+        mapping: name of a multilabel loss of ``hf_entmax.multilabel``; None where ``alpha`` is given.
+        shift: predict token t + 1 from position t.
+    """
+
+    def __init__(self, alpha: float | None, mapping: str | None, shift: bool) -> None:
+        self.alpha = alpha
+        self.mapping = mapping
+        self.shift = shift
+        # In evaluation: how many classes had a probability above 0, summed over positions, and how many positions.
+        self.support_sum = 0.0
+        self.support_count = 0.0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Replace ``loss`` in what the model returns; nothing happens where no labels were given."""
+        given = _arguments(module, args, kwargs)
+        labels = given.get("labels")
+        if labels is None:
+            return None
+        logits = _logits(output)
+        loss = self._loss(module, logits, labels, given)
+        if not module.training:
+            self._count_support(logits.detach(), labels, given)
+        auxiliary = _auxiliary(module, output, given)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        if isinstance(output, tuple):
+            return (loss, *output[1:])
+        output["loss"] = loss
+        return output
+
+    def _loss(self, module: nn.Module, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> Tensor:
+        labels = labels.to(logits.device)
+        if self.mapping is not None:
+            from hf_entmax.multilabel import multilabel_loss
+
+            return multilabel_loss(logits, labels, mapping=self.mapping)
+        if labels.is_floating_point():
+            raise ValueError(
+                f"{type(module).__name__} was given labels of dtype {labels.dtype}: output_alpha needs one class index per "
+                'prediction. For several labels at once patch with output_mapping="..." instead; regression has no entmax loss.'
+            )
+        logits, labels = self._aligned(logits, labels, given)
+        items = given.get("num_items_in_batch")
+        loss = entmax_loss(logits, labels, float(self.alpha or 1.0), reduction="mean" if items is None else "sum")
+        if items is None:
+            return loss
+        return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+
+    def _aligned(self, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        shifted = given.get("shift_labels")
+        if self.shift and shifted is not None:
+            return logits, shifted.to(logits.device)
+        if self.shift:
+            return logits[..., :-1, :], labels[..., 1:]
+        return logits.reshape(*labels.shape, logits.shape[-1]), labels
+
+    def _count_support(self, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> None:
+        if self.alpha is None or torch.compiler.is_compiling():
+            return
+        logits, labels = self._aligned(logits, labels, given)
+        rows = logits[labels != -100]
+        self.support_count += len(rows)
+        self.support_sum += float(sum((entmax(part, self.alpha) > 0).sum() for part in rows.split(256)))
+
+    def take_support(self) -> tuple[float, float]:
+        """The sum of support sizes and the number of positions since the last call."""
+        taken = self.support_sum, self.support_count
+        self.support_sum = self.support_count = 0.0
+        return taken
+
+
+def check_output_head(model: PreTrainedModel, alpha: float | None = None, mapping: str | None = None) -> None:
+    """Raise unless the model's class computes a classification loss from labels.
+
+    Raises:
+        ValueError: if it has no output head, computes a loss of another kind, or ``problem_type`` contradicts the option.
+    """
+    name = type(model).__name__
+    option = f"output_alpha={alpha}" if mapping is None else f"output_mapping={mapping!r}"
+    if "labels" not in inspect.signature(type(model).forward).parameters or any(
+        other in name for other in _OTHER_LOSSES
+    ):
+        raise ValueError(
+            f"{option} cannot be used with {name}: it computes no classification loss from labels. Load the model with a "
+            f"head for one of: {', '.join(_SUPPORTED)}; or leave the option out."
+        )
+    problem = getattr(model.config, "problem_type", None)
+    sequence = "ForSequenceClassification" in name or "ForImageClassification" in name
+    if mapping is not None:
+        from hf_entmax.multilabel import check_mapping
+
+        check_mapping(mapping)
+        if not sequence or problem not in (None, "multi_label_classification"):
+            raise ValueError(
+                f"{option} needs a sequence-classification head with problem_type='multi_label_classification'; "
+                f"{name} has problem_type={problem!r}."
+            )
+    elif sequence and (
+        problem in ("regression", "multi_label_classification") or getattr(model.config, "num_labels", 2) == 1
+    ):
+        raise ValueError(
+            f"{option} needs one class per input; {name} has problem_type={problem!r} and num_labels={model.config.num_labels}. "
+            "For several labels at once use output_mapping; regression has no entmax loss."
+        )
+
+
+def install_output_loss(model: PreTrainedModel, alpha: float | None = None, mapping: str | None = None) -> None:
+    """Have a head model compute the entmax loss (or a multilabel loss) from the labels it is given.
+
+    A model without a loss (the base of a head model that was patched) is left as it is.
+    """
+    remove_output_loss(model)
+    try:
+        check_output_head(model, alpha, mapping)
+    except ValueError:
+        return  # patch_model has asked before; loading a checkpoint's base model without its head is no mistake
+    model.register_forward_hook(OutputLoss(alpha, mapping, shifts_labels(model)), with_kwargs=True)
+
+
+def remove_output_loss(model: nn.Module) -> None:
+    """Give a head model its own loss back."""
+    for key, hook in list(model._forward_hooks.items()):
+        if isinstance(hook, OutputLoss):
+            del model._forward_hooks[key]
+            model._forward_hooks_with_kwargs.pop(key, None)
+
+
+def output_losses(model: nn.Module) -> list[OutputLoss]:
+    """The hooks that ``install_output_loss`` left on a model or on models inside it."""
+    return [
+        hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, OutputLoss)
+    ]
+
+
+def shifts_labels(model: PreTrainedModel) -> bool:
+    """Whether a head model predicts token t + 1 from position t, or compares logits and labels as they stand.
+
+    Encoder-decoders shift their decoder inputs instead. Most causal models shift, but a few decoders (BART's and its
+    relatives') compare as they stand; a model that shifts says so in its code.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) or not any(n in name for n in _CAUSAL_NAMES):
+        return False
+    code = inspect.unwrap(type(model).forward).__code__
+    return "loss_function" in code.co_names or any("shift" in variable for variable in code.co_varnames)
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    names = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, tuple):
+        return output[1]  # (loss, logits, ...): labels were given
+    return output["logits"] if "logits" in output else output["prediction_logits"]
+
+
+def _auxiliary(module: nn.Module, output: Any, given: dict[str, Any]) -> Tensor | None:
+    """The load-balancing loss of a mixture of experts, which the model would have added to its own."""
+    auxiliary = None if isinstance(output, tuple) else getattr(output, "aux_loss", None)
+    if auxiliary is None:
+        return None
+    config: Any = getattr(module, "config", None)
+    wanted = given.get("output_router_logits")
+    wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
+    return getattr(config, "router_aux_loss_coef", 0.0) * auxiliary if wanted else None

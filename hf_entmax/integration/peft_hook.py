@@ -1,0 +1,153 @@
+"""Adapters trained on a patched base: saved with what the base needs, so that they can never run over a softmax.
+
+An adapter saved by PEFT names its base, and a base patched in memory is a softmax model again when it is next loaded.
+So the adapter's own configuration carries the entmax configuration and the alphas; loading it patches the base. And its
+``peft_type`` is written in a form that PEFT does not know without hf_entmax, so that loading without it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_entmax.integration.config_hook import CONFIG_KEY, require
+
+_STATE_KEY = "entmax_state"
+_TYPE_SUFFIX = " (needs: import hf_entmax)"
+_ATTRIBUTE = "_hf_entmax"
+_last_read = threading.local()
+
+
+def install() -> None:
+    """Hook how PEFT saves adapters, reads their configuration and injects them.
+
+    Raises:
+        ImportError: if this version of PEFT has these methods with other parameters.
+    """
+    from peft.config import PeftConfigMixin
+    from peft.peft_model import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if getattr(PeftModel, "_hf_entmax_hooked", False):
+        return
+    require(PeftModel, "save_pretrained", ["self", "save_directory"])
+    require(PeftModel, "__init__", ["self", "model", "peft_config"])
+    require(PeftConfigMixin, "from_json_file", ["path_json_file"])
+    require(PeftConfigMixin, "from_pretrained", ["pretrained_model_name_or_path"])
+    require(BaseTuner, "inject_adapter", ["self", "model", "adapter_name"])
+    PeftModel.save_pretrained = _save(PeftModel.save_pretrained)
+    PeftModel.__init__ = _init(PeftModel.__init__)
+    BaseTuner.inject_adapter = _inject(BaseTuner.inject_adapter)
+    for name, make in (("from_json_file", _from_json), ("from_pretrained", _from_pretrained)):
+        setattr(PeftConfigMixin, name, classmethod(make(getattr(PeftConfigMixin, name).__func__)))
+    PeftModel._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _save(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, save_directory, *args, **kwargs)
+        base = self.get_base_model()
+        entmax = getattr(getattr(base, "config", None), CONFIG_KEY, None)
+        if entmax is None:
+            return result
+        state = {name: values.tolist() for name, values in _numbers(base).items()}
+        for path in Path(save_directory).rglob("adapter_config.json"):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            record["peft_type"] = record["peft_type"].removesuffix(_TYPE_SUFFIX) + _TYPE_SUFFIX
+            record |= {CONFIG_KEY: entmax, _STATE_KEY: state}
+            path.write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
+        return result
+
+    return save_pretrained
+
+
+def _from_json(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        record = original(cls, path_json_file, **kwargs)
+        entmax, state = record.pop(CONFIG_KEY, None), record.pop(_STATE_KEY, None)
+        _last_read.value = None if entmax is None else (entmax, state or {})
+        if isinstance(record.get("peft_type"), str):
+            record["peft_type"] = record["peft_type"].removesuffix(_TYPE_SUFFIX)
+        return record
+
+    return from_json_file
+
+
+def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        _last_read.value = None
+        config = original(cls, *args, **kwargs)
+        if _last_read.value is not None:
+            setattr(config, _ATTRIBUTE, _last_read.value)
+            _last_read.value = None
+        return config
+
+    return from_pretrained
+
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        _make_ready(model, peft_config)
+        original(self, model, peft_config, *args, **kwargs)
+
+    return init
+
+
+def _inject(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        _make_ready(model, self.peft_config.get(adapter_name))
+        return original(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def _make_ready(model: Any, peft_config: Any) -> None:
+    """Patch the base as the adapter's was; refuse a base that is patched in another way."""
+    stored = getattr(peft_config, _ATTRIBUTE, None)
+    if stored is None:
+        return
+    from hf_entmax.config import EntmaxConfig
+    from hf_entmax.integration.patching import entmax_config, is_patched, patch_model
+
+    config, state = EntmaxConfig.from_dict(stored[0]), stored[1]
+    if not is_patched(model):
+        patch_model(model, config)
+        _load_numbers(model, state)
+    elif entmax_config(model) != config:
+        raise ValueError(
+            f"This adapter was trained over a base with {config}; the base at hand is patched with {entmax_config(model)}. "
+            "Give it the plain base, which is then patched as the adapter needs, or one that is patched the same way."
+        )
+
+
+def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
+    """The base's own learned numbers by plain name, whatever PEFT wrapped them in."""
+    numbers = {}
+    for name, parameter in base.named_parameters():
+        if ".entmax_norm." in name and ".modules_to_save." not in name:
+            numbers[name.replace(".original_module.", ".")] = parameter.detach().float().cpu()
+    return numbers
+
+
+def _load_numbers(model: nn.Module, state: dict[str, list[float]]) -> None:
+    own = {name: parameter for name, parameter in model.named_parameters() if ".entmax_norm." in name}
+    if set(own) != set(state) or any(own[name].shape != (len(values),) for name, values in state.items()):
+        raise ValueError(
+            f"This adapter stores entmax parameters {sorted(state)[:3]}... that do not fit its base, which has {sorted(own)[:3]}...: "
+            "the base is not the model that the adapter was trained over."
+        )
+    with torch.no_grad():
+        for name, values in state.items():
+            own[name].copy_(torch.tensor(values))

@@ -1,0 +1,109 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+
+from hf_entmax import alphas, is_patched, patch_model, set_alphas
+
+peft = pytest.importorskip("peft")
+ROOT = Path(__file__).parents[2]
+
+
+def _base(tmp_path):
+    if not (tmp_path / "base").exists():
+        tiny.build("llama").save_pretrained(tmp_path / "base")
+    return tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def _adapter(tmp_path, modules_to_save=("entmax_norm",), **options):
+    base = patch_model(_base(tmp_path), **options)
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=list(modules_to_save) or None)
+    )
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    return model.eval()
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model(**tiny.inputs("llama")).logits
+
+
+@pytest.mark.parametrize("modules_to_save", [("entmax_norm",), ()])
+@pytest.mark.parametrize(
+    "options",
+    [{"alpha_init": 1.5}, {"alpha": 1.5}, {"mapping": "sparsegen_lin", "mapping_options": {"lam": "learned"}}],
+    ids=str,
+)
+def test_adapter_over_a_base_patched_in_memory_comes_back_whole(modules_to_save, options, tmp_path):
+    if options.get("alpha") == 1.5 and modules_to_save:
+        modules_to_save = ()
+    model = _adapter(tmp_path, modules_to_save, **options)
+    model.save_pretrained(tmp_path / "adapter")
+    over_plain = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "adapter").eval()
+    assert is_patched(over_plain) and torch.equal(_logits(over_plain), _logits(model))
+    over_patched = peft.PeftModel.from_pretrained(patch_model(_base(tmp_path), **options), tmp_path / "adapter").eval()
+    assert torch.equal(_logits(over_patched), _logits(model))
+    natively = _base(tmp_path)
+    natively.load_adapter(str(tmp_path / "adapter"))
+    assert torch.allclose(_logits(natively.eval()), _logits(model), atol=1e-5)
+
+
+def test_alphas_that_only_the_base_holds_come_back(tmp_path):
+    model = _adapter(tmp_path, ())
+    set_alphas(model.get_base_model(), {"decoder_self": torch.tensor([[1.2, 1.4, 1.6, 1.8], [1.9, 1.7, 1.5, 1.3]])})
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "adapter")
+    assert torch.equal(alphas(again.get_base_model())["decoder_self"], alphas(model.get_base_model())["decoder_self"])
+
+
+def test_trained_alphas_are_the_ones_that_are_shown(tmp_path):
+    model = _adapter(tmp_path)
+    shown = alphas(model.get_base_model())["decoder_self"]
+    trained = [p for n, p in model.named_parameters() if "modules_to_save" in n]
+    assert torch.allclose(shown, torch.stack([1 + torch.sigmoid(p.detach()) for p in trained]))
+    with model.disable_adapter():
+        assert torch.allclose(alphas(model.get_base_model())["decoder_self"], torch.tensor(1.1), atol=1e-6)
+
+
+def test_another_patch_under_the_adapter_is_an_error(tmp_path):
+    _adapter(tmp_path).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="plain base"):
+        peft.PeftModel.from_pretrained(patch_model(_base(tmp_path), alpha=2.0), tmp_path / "adapter")
+
+
+def test_merging_gives_an_ordinary_patched_model(tmp_path):
+    model = _adapter(tmp_path)
+    before = _logits(model)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.allclose(_logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), before, atol=1e-4)
+
+
+def test_without_the_plugin_the_adapter_does_not_load(tmp_path):
+    _adapter(tmp_path).save_pretrained(tmp_path / "adapter")
+    code = (
+        "import sys, peft, transformers\n"
+        "base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "peft.PeftModel.from_pretrained(base, sys.argv[2])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path / "base"), str(tmp_path / "adapter")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert run.returncode != 0 and "import hf_entmax" in run.stderr.splitlines()[-1]
+
+
+def test_adapters_of_plain_models_are_left_alone(tmp_path):
+    model = peft.get_peft_model(_base(tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "plain")
+    assert "entmax" not in (tmp_path / "plain/adapter_config.json").read_text()
+    again = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "plain")
+    assert not is_patched(again) and torch.equal(_logits(again), _logits(model))
