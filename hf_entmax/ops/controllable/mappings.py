@@ -268,7 +268,7 @@ def _row_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number of the allowed entries of each row, ``[..., 1]``."""
     allowed = is_allowed(rows)
     total = torch.where(allowed, rows.detach().to(compute_dtype(rows.dtype)), 0.0).sum(-1, keepdim=True)
-    return total, allowed.sum(-1, keepdim=True)
+    return total, allowed.sum(-1, keepdim=True).to(total.dtype)
 
 
 def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
