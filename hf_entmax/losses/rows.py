@@ -1,0 +1,221 @@
+"""The Fenchel-Young loss of a block of rows, with its residual ``p - q``: what all losses of this package share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.candidates import RowSolution, dense_probs, solve_rows
+
+
+@dataclasses.dataclass
+class RowLosses:
+    """Losses of ``n`` rows.
+
+    Attributes:
+        losses: ``[n]``, in float64 where the device has it.
+        solution: the entmax of the rows.
+        dead: bool ``[n]``, rows without a gradient: ignored, or without a possible class.
+        alpha_slopes: the derivative of each loss in alpha, ``[n]``, or None where it was not asked for.
+    """
+
+    losses: Tensor
+    solution: RowSolution
+    dead: Tensor
+    alpha_slopes: Tensor | None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact_dtype(like: Tensor) -> torch.dtype:
+    """The dtype of losses, of which there are few, until they are reduced: float64 where there is one."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
+    r"""Tsallis entropy along the last dimension, Shannon's (in nats) at ``alpha = 1``.
+
+        H(p) = sum_j (p_j - p_j^alpha) / (alpha (alpha - 1)) = -sum_j p_j expm1(u log p_j) / (u (1 + u))
+
+    Args:
+        probs: ``[..., K]``, non-negative.
+        u: ``alpha - 1 >= 0``, a float or broadcastable to ``[..., 1]``.
+
+    Returns:
+        ``[...]``.
+
+    Reference:
+        Peters, Niculae, Martins 2019, eq. 9.
+    """
+    log_probs = _log_or_zero(probs)
+    return -(probs * _expm1_ratio(log_probs, u)).sum(-1) / (1.0 + _squeeze(u))
+
+
+def tsallis_entropy_slope(probs: Tensor, u: float | Tensor) -> Tensor:
+    """The derivative of :func:`tsallis_entropy` in ``alpha`` at fixed ``probs``, ``[...]``, stable at ``u = 0``."""
+    log_probs = _log_or_zero(probs)
+    x = u * log_probs
+    near = x.abs() < 0.5
+    # (x exp(x) - expm1(x)) / x^2 cancels for small x; its series is sum_j x^j (j + 1) / (j + 2)!
+    series = torch.zeros_like(x)
+    for j in range(12, -1, -1):
+        series = series * x + (j + 1) / math.factorial(j + 2)
+    far = torch.where(near, 1.0, x)
+    ratio = torch.where(near, series, (far * far.exp() - far.expm1()) / far.square())
+    size = 1.0 + _squeeze(u)
+    first = (probs * log_probs.square() * ratio).sum(-1) / size
+    return (probs * _expm1_ratio(log_probs, u)).sum(-1) / (size * size) - first
+
+
+def row_losses(
+    scores: Tensor,
+    target: Tensor,
+    u: float | Tensor,
+    *,
+    keep: Tensor | None,
+    smoothing: float = 0.0,
+    need_alpha_slope: bool = False,
+) -> RowLosses:
+    """Fenchel-Young losses ``(p - q).z + H(p) - H(q)`` of some rows.
+
+    Args:
+        scores: ``[n, V]``.
+        target: class indices int64 ``[n]`` (anything where ``keep`` is False), or distributions ``[n, V]``.
+        u: ``alpha - 1``, a float or ``[n, 1]`` of the computing dtype.
+        keep: bool ``[n]``, False for rows to ignore; None keeps all.
+        smoothing: share of the target mass that is spread evenly over all ``V`` classes.
+        need_alpha_slope: compute the derivatives in alpha.
+    """
+    solution = solve_rows(scores, u)
+    n, length = scores.shape
+    wide = solution.maximum.dtype
+    exact = solution.conjugate.dtype
+    if target.dim() == 1:
+        labels = target if keep is None else torch.where(keep, target, 0)
+        expected = (scores.gather(1, labels[:, None]).to(exact) - solution.maximum.to(exact)).squeeze(-1)
+        if smoothing:
+            mean = (scores.to(wide) - solution.maximum).mean(-1)
+            expected = (1.0 - smoothing) * expected + smoothing * mean
+        target_entropy, target_slope = _smoothed_entropy(n, length, smoothing, u, solution.maximum, need_alpha_slope)
+    else:
+        labels = None
+        q = target.to(wide)
+        if smoothing:
+            q = torch.lerp(q, torch.full_like(q, 1.0 / length), smoothing)
+        expected = torch.where(q > 0, q * (scores.to(wide) - solution.maximum), 0.0).sum(-1)
+        target_entropy = tsallis_entropy(q, u)
+        target_slope = tsallis_entropy_slope(q, u) if need_alpha_slope else None
+
+    losses = solution.conjugate - expected - target_entropy
+    # A loss of this family is never negative; rounding may say otherwise where it is zero.
+    losses = losses.clamp(min=0.0).masked_fill(solution.impossible, math.inf)
+    ignored = None if keep is None else ~keep
+    if ignored is not None:
+        losses = losses.masked_fill(ignored, 0.0)
+
+    dead = solution.impossible if ignored is None else solution.impossible | ignored
+    slopes = None
+    if need_alpha_slope:
+        slopes = tsallis_entropy_slope(solution.probs, u)
+        if target_slope is not None:
+            slopes = slopes - target_slope
+        slopes = slopes.masked_fill(dead, 0.0)
+    return RowLosses(losses, solution, dead, slopes)
+
+
+def sparse_residual(result: RowLosses, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``p - q`` of class indices, away from the columns where it is ``-smoothing / V``.
+
+    Args:
+        result: rows solved on candidates, i.e. with ``solution.columns``.
+        labels: int64 ``[n]``.
+        smoothing: as for :func:`row_losses`.
+
+    Returns:
+        Row, column and value of the entries, ``[nnz]`` each, sorted by row.
+    """
+    probs, columns = result.solution.probs, result.solution.columns
+    if columns is None:
+        raise ValueError("the rows were not solved on candidates: they have no sparse residual.")
+    labels = torch.where(result.dead, 0, labels)[:, None]
+    at_label = (columns == labels) & (probs > 0)
+    missing = ~at_label.any(-1, keepdim=True)
+    # A label outside the support gets an entry of its own.
+    values = torch.cat(
+        (probs - (1.0 - smoothing) * at_label.to(probs.dtype), (smoothing - 1.0) * missing.to(probs.dtype)), dim=-1
+    )
+    present = torch.cat((probs > 0, missing), dim=-1) & ~result.dead[:, None]
+    row, place = present.nonzero(as_tuple=True)
+    return row, torch.cat((columns, labels), dim=-1)[row, place], values[row, place]
+
+
+def dense_residual(
+    scores: Tensor,
+    solution: tuple[Tensor, Tensor, Tensor],
+    u: float | Tensor,
+    target: Tensor,
+    weight: Tensor,
+    dead: Tensor,
+    smoothing: float,
+    out: Tensor,
+) -> None:
+    """Write ``weight (p - q)`` of rows that were solved before.
+
+    Args:
+        scores: ``[n, V]``.
+        solution: ``maximum``, ``shift`` and ``scale`` of the rows, ``[n, 1]`` each.
+        u: as for :func:`row_losses`.
+        target: as for :func:`row_losses`.
+        weight: ``[n, 1]``.
+        dead: bool ``[n]``: rows that get zeros.
+        smoothing: as for :func:`row_losses`.
+        out: ``[n, V]``, any floating dtype.
+    """
+    maximum, shift, scale = solution
+    wide = dense_probs(scores, maximum, shift, scale * weight, u, out if out.dtype == maximum.dtype else None)
+    if smoothing:
+        wide.sub_(weight * (smoothing / scores.shape[-1]))
+    if target.dim() == 1:
+        labels = torch.where(dead, 0, target)[:, None]
+        wide.scatter_add_(1, labels, -(1.0 - smoothing) * weight)
+    else:
+        wide.addcmul_(target.to(wide.dtype), weight, value=smoothing - 1.0)
+    if bool(dead.any()):
+        wide.masked_fill_(dead[:, None], 0.0)
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _smoothed_entropy(
+    rows: int, length: int, smoothing: float, u: float | Tensor, like: Tensor, need_slope: bool
+) -> tuple[Tensor | float, Tensor | None]:
+    """Entropy (and its slope in alpha) of a smoothed label: one large probability, ``length - 1`` equal small ones."""
+    if not smoothing:
+        return 0.0, None
+    small = smoothing / length
+    pair = like.new_tensor([1.0 - smoothing + small, small]).unsqueeze(-1).expand(2, rows).unsqueeze(-1)
+    count = like.new_tensor([1.0, length - 1.0])[:, None]
+    per_class = (tsallis_entropy(pair, u) * count).sum(0)
+    return per_class, (tsallis_entropy_slope(pair, u) * count).sum(0) if need_slope else None
+
+
+def _log_or_zero(probs: Tensor) -> Tensor:
+    return torch.where(probs > 0, probs, 1.0).log()
+
+
+def _expm1_ratio(log_probs: Tensor, u: float | Tensor) -> Tensor:
+    """``expm1(u l) / u``, which is ``l`` at ``u = 0``."""
+    if isinstance(u, Tensor):
+        safe = torch.where(u == 0, 1.0, u)
+        return torch.where(u == 0, log_probs, torch.expm1(safe * log_probs) / safe)
+    return log_probs if u == 0 else torch.expm1(u * log_probs) / u
+
+
+def _squeeze(u: float | Tensor) -> float | Tensor:
+    return u.squeeze(-1) if isinstance(u, Tensor) else u
