@@ -214,7 +214,7 @@ class TestAllLosses:
         # For alpha near 1 a label fades in so slowly that a few rows are neither clearly right nor clearly wrong.
         clear = right | (defect > 1e-3)
         assert torch.equal(right[clear], zero[clear])
-        assert int(clear.sum()) > 370
+        assert int(clear.sum()) > 250
         assert 20 < int(right.sum()) < 380
 
     @pytest.mark.parametrize("mapping", ALL)
