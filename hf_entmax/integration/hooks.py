@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from hf_entmax.alpha import BoundedHeads
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
+from hf_entmax.integration.masks import entmax_mask
 
 
 def install() -> None:
@@ -44,7 +45,7 @@ def install() -> None:
         setattr(PreTrainedModel, name, functools.wraps(original)(make(original)))
     AttentionInterface.register(IMPLEMENTATION, entmax_attention_forward)
     # Without a mask function of its own, Transformers would hand over no mask at all: every decoder would see the future.
-    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, entmax_mask)
     PreTrainedModel._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 

@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_entmax.alpha import MappingHeads
 from hf_entmax.integration.config_hook import IMPLEMENTATION
+from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.ops.attention import entmax_attention
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
@@ -77,6 +78,7 @@ def entmax_attention_forward(
         attention_mask = attention_mask[..., :key_length]
     options: dict[str, Any] = {
         "attention_mask": attention_mask,
+        "key_padding_mask": None,
         "position_bias": position_bias,
         "is_causal": bool(is_causal) and attention_mask is None and query.shape[-2] > 1,
         "sliding_window": sliding_window if attention_mask is None and is_causal else None,
@@ -93,6 +95,8 @@ def entmax_attention_forward(
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value = _append_sink(query, key, value, sink, options)
+    if isinstance(options["attention_mask"], StructuredMask):
+        _read_description(options["attention_mask"], query.shape[-2], key_length, options)
     out, weights = _attend(heads, query, key, value, options)
     if weights is not None and sink is not None:
         weights = weights[..., :key_length]
@@ -126,6 +130,18 @@ def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     # Most models take output_attentions off the arguments and record what their attention modules return.
     recorded = _active_collector.get() or ()
     return any(name.endswith("attentions") for name in recorded)
+
+
+def _read_description(mask: StructuredMask, length_q: int, length_k: int, options: dict[str, Any]) -> None:
+    """Hand over what a mask says instead of the mask; written out where it was made for other lengths."""
+    if tuple(mask.shape[-2:]) != (length_q, length_k):
+        options["attention_mask"] = mask.dense()
+        return
+    limits = mask.limits
+    options["attention_mask"] = None
+    options["key_padding_mask"] = mask.key_padding_mask
+    options["is_causal"] = limits.causal and length_q > 1
+    options["sliding_window"] = limits.window
 
 
 def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:

@@ -58,7 +58,15 @@ def mapped_attention(
     Returns:
         As ``entmax_attention``.
     """
-    folded = ("scaling", "attention_mask", "position_bias", "is_causal", "sliding_window", "softcap")
+    folded = (
+        "scaling",
+        "attention_mask",
+        "key_padding_mask",
+        "position_bias",
+        "is_causal",
+        "sliding_window",
+        "softcap",
+    )
     scaled = as_sparsemax_attention(mapping, values, query, key, **{name: options[name] for name in folded})
     if scaled is not None:
         changed = {"attention_mask": scaled.attention_mask, "position_bias": scaled.position_bias}

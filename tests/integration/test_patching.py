@@ -76,7 +76,7 @@ def test_a_changed_future_token_leaves_past_logits_alone(family):
     changed[key][:, 4:] = (changed[key][:, 4:] + 5) % tiny.VOCAB
     with torch.no_grad():
         before, after = _logits(model, batch), _logits(model, changed)
-    assert torch.equal(before[:, :4], after[:, :4])
+    assert torch.allclose(before[:, :4], after[:, :4], atol=1e-5)
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 

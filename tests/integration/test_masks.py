@@ -1,0 +1,153 @@
+import copy
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    or_masks,
+    padding_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import hf_entmax.integration.interface as interface
+from hf_entmax import patch_model
+from hf_entmax.integration.masks import Limits, StructuredMask, entmax_mask, limits_of
+from hf_entmax.ops import entmax_attention
+
+FUNCTIONS = {
+    "causal": (causal_mask_function, Limits(True, None)),
+    "bidirectional": (bidirectional_mask_function, Limits(False, None)),
+    "window": (sliding_window_causal_mask_function(3), Limits(True, 3)),
+    "window twice": (
+        and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(2)),
+        Limits(True, 2),
+    ),
+    "or": (or_masks(causal_mask_function, bidirectional_mask_function), None),
+    "and something else": (and_masks(causal_mask_function, lambda b, h, q, k: k != 1), None),
+    "padding inside": (
+        and_masks(causal_mask_function, padding_mask_function(torch.ones(2, 9, dtype=torch.bool))),
+        None,
+    ),
+    "mine": (lambda b, h, q, k: k <= q, None),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_only_what_is_understood_is_described(name):
+    function, limits = FUNCTIONS[name]
+    assert limits_of(function) == limits
+
+
+def _paddings():
+    left, right = torch.ones(2, 9, dtype=torch.bool), torch.ones(2, 9, dtype=torch.bool)
+    left[0, :3], right[1, 5:] = 0, 0
+    return {"none": None, "ones": torch.ones(2, 9, dtype=torch.bool), "left": left, "right": right}
+
+
+@pytest.mark.parametrize("name", [n for n, (_, limits) in FUNCTIONS.items() if limits is not None])
+@pytest.mark.parametrize("padding", ["none", "ones", "left", "right"])
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_description_and_dense_mask_say_the_same(name, padding, queries):
+    """As a user of the mask: attention with the description equals attention with eager's mask written out."""
+    function, limits = FUNCTIONS[name]
+    given = _paddings()[padding]
+    arguments = dict(
+        batch_size=2, q_length=queries, kv_length=9, q_offset=9 - queries, mask_function=function, attention_mask=given
+    )
+    mask = entmax_mask(**arguments)
+    dense = eager_mask(**arguments)
+    assert isinstance(mask, StructuredMask) and mask.limits == limits
+    assert (mask.key_padding_mask is None) == (padding in ("none", "ones"))
+    assert (
+        torch.equal(mask + 0, dense)
+        and torch.equal(mask[..., 2:5], dense[..., 2:5])
+        and torch.equal(mask.to(torch.float64), dense.double())
+    )
+    q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+    options = {"attention_mask": mask}
+    interface._read_description(mask, queries, 9, options)
+    assert options["attention_mask"] is None
+    described, _ = entmax_attention(q, k, v, 1.5, **options, backend="torch")
+    written, _ = entmax_attention(q, k, v, 1.5, attention_mask=dense, backend="torch")
+    assert torch.allclose(described, written, atol=1e-6)
+
+
+def test_masks_that_are_not_aligned_are_written_out():
+    """A static cache has more keys than have been seen: the causal limit is then not at the last key."""
+    mask = entmax_mask(2, 1, 16, q_offset=4, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    assert not isinstance(mask, StructuredMask) and mask.shape == (2, 1, 1, 16)
+    assert entmax_mask(2, 4, 4, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=True) is None
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "llama", "gemma2", "gpt2", "bert", "modernbert", "mistral", "marian"])
+def test_models_hand_over_descriptions_and_compute_the_same(family, monkeypatch):
+    if family == "mistral":
+        build = lambda: tf.MistralForCausalLM(
+            tf.MistralConfig(**tiny._LLAMA, sliding_window=3, attn_implementation="eager")
+        ).eval()
+        torch.manual_seed(0)
+    else:
+        build = lambda: tiny.build(family)  # noqa: E731
+    model = patch_model(build(), alpha_init=1.5)
+    batch = tiny.inputs(family if family in tiny.FAMILIES else "llama")
+    batch["attention_mask"][0, 6:] = 0
+    seen = []
+    original = interface._read_description
+    monkeypatch.setattr(
+        interface, "_read_description", lambda mask, *rest: (seen.append(mask.limits), original(mask, *rest))
+    )
+    with torch.no_grad():
+        described = model(**batch).logits
+        assert seen
+        monkeypatch.setattr(
+            interface, "_read_description", lambda mask, q, k, options: options.update(attention_mask=mask.dense())
+        )
+        written = model(**batch).logits
+    assert torch.allclose(described, written, atol=2e-5)
+    if family in ("gemma2", "mistral"):
+        assert {limits.window for limits in seen} >= {4 if family == "gemma2" else 3}
+
+
+def test_packed_sequences_do_not_see_each_other():
+    """Positions that start again mean several sequences in one row: Transformers masks them, and so does the patched model."""
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    ids = tiny.inputs("llama", batch=1, length=8)["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        first, second = model(input_ids=ids[:, :3]).logits, model(input_ids=ids[:, 3:]).logits
+        assert torch.allclose(packed, torch.cat([first, second], 1), atol=1e-5)
+        bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+        flat = model(
+            input_ids=ids, position_ids=positions, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds
+        ).logits
+        assert torch.allclose(flat, packed, atol=1e-5)
+
+
+def test_attention_sinks_take_mass_without_a_value():
+    config = tf.GptOssConfig(
+        **{k: v for k, v in tiny._LLAMA.items()},
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=4,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = tf.GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sinks" in name:
+                parameter.normal_()
+        plain = copy.deepcopy(model)
+        batch = tiny.inputs("llama")
+        patched = patch_model(model, alpha=1.0)
+        assert torch.allclose(patched(**batch).logits, plain(**batch).logits, atol=1e-5)
+        sparse = patch_model(copy.deepcopy(plain), alpha=1.5)
+        weights = sparse(**batch, output_attentions=True).attentions[0]
+    assert weights.shape[-1] == batch["input_ids"].shape[1] and (weights.sum(-1) < 1 - 1e-3).any()
