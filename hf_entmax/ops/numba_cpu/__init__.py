@@ -1,0 +1,94 @@
+"""The CPU kernel: entmax attention whose work after the scores is proportional to the nonzero weights.
+
+Importing this package imports neither numba nor the kernels; the first call of `attention` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+#: The dtypes of query, key and value; arithmetic is float32 throughout.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, **options) -> str | None:
+    """Say why the kernel cannot take these arguments.
+
+    Args:
+        query: ``[B, H, T_q, D]``.
+        key: ``[B, H_kv, T_k, D]``.
+        value: ``[B, H_kv, T_k, D_v]``.
+        alpha: a float or a tensor ``[H]``.
+        **options: the keyword arguments of `hf_entmax.ops.entmax_attention` without ``backend``.
+
+    Returns:
+        The reason, which names the argument, or None if `attention` can be called.
+    """
+    tensors = {"query": query, "key": key, "value": value, "alpha": alpha, **options}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+            return f"{name} is on {tensor.device}, and the numba kernel runs on CPU tensors"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype not in _DTYPES:
+            return f"{name} is {tensor.dtype}, and the numba kernel computes in float32 (float32, bfloat16 or float16 inputs)"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "query, key or value is inside a torch.func transform (vmap, grad, jvp), which the numba kernel has no rules for"
+    return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Entmax attention on the CPU; arguments and results as in `hf_entmax.ops.entmax_attention`.
+
+    Scores are computed block by block and only the nonzero weights are kept, so time and memory after the scores, and the whole
+    backward pass, grow with their number. Differentiable (once) in query, key, value, alpha, position_bias and a
+    float attention_mask. The output lies in memory as ``[B, T_q, H, D_v]``.
+    """
+    heads = query.shape[1]
+    if not isinstance(alpha, Tensor):
+        alpha = torch.full((heads,), float(alpha), dtype=torch.float64)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    window, cap = int(sliding_window or 0), float(softcap or 0.0)
+    mask = _with_infinities(attention_mask)
+    bias = _with_infinities(position_bias)
+    seed = torch.randint(0, 2**62, (), dtype=torch.int64) if dropout > 0 else None
+    options = (bool(is_causal), window, cap, scale, float(dropout), bool(need_weights))
+
+    if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter) or _len_torch_dispatch_stack():
+        from .function import attention_operator
+
+        out, weights = attention_operator(query, key, value, alpha, mask, bias, key_padding_mask, seed, *options)
+        return out, weights if need_weights else None
+
+    from .function import EntmaxAttentionFunction, Inputs, run_forward
+    from .host import Options
+
+    inputs = Inputs(query, key, value, alpha, mask, bias, key_padding_mask)
+    number = 0 if seed is None else int(seed)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return EntmaxAttentionFunction.apply(number, Options(*options), *inputs)
+    out, weights, _ = run_forward(inputs, number, Options(*options), keep=False)
+    return out, weights
+
+
+def _with_infinities(term: Tensor | None) -> Tensor | None:
+    """Make "masked" of another dtype than float32 (half of its finfo.min or less) recognisable after conversion."""
+    if term is None or term.dtype in (torch.bool, torch.float32):
+        return term
+    return term.float().masked_fill(term <= torch.finfo(term.dtype).min / 2, -torch.inf)

@@ -1,0 +1,67 @@
+"""What the kernels are told: one record of addresses, byte strides and numbers, shared by forward and backward.
+
+A kernel takes one pointer to one record. Nothing is specialised on shapes or dtypes, so each kernel is compiled once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ADDRESSES = (
+    # Strided float32 tensors [B, heads, T, D]; every address is followed by its byte strides over B, heads and T.
+    *(f"{name}{suffix}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") for suffix in ("", "_b", "_h", "_t")),
+    # Additive terms [B, H, T_q, T_k] broadcast by zero strides; a mask is bytes (1 = may attend) or float32.
+    *(f"{name}{suffix}" for name in ("bias", "mask") for suffix in ("", "_b", "_h", "_t")),
+    "weights",  # float32 [B, H, T_q, T_k] contiguous, or 0
+    "dweights",  # its gradient, or 0
+    "alpha",  # float64 [H]
+    "dalpha",  # float64 [chunks, B, H]
+    "key_limits",  # int32 [B, 2]: first real key and one past the last, or 0
+    "row_address",  # int64 [B, H, T_q]: where the row's support is stored
+    "row_size",  # int32 [B, H, T_q]: size of the support; -1 - width for a row stored densely
+    "row_start",  # int32 [B, H, T_q]: first column of a row stored densely
+    "counters",  # int64: next item, next thread, next slab, out of slabs
+    "progress",  # int64 [items]: first block not done yet
+    "slabs",  # int64 [n_slabs]: addresses of the support storage
+    "scratch",
+    "dbias",  # float32 contiguous [dbias_b, dbias_h, dbias_q, dbias_k], each the full size or 1
+)
+_SIZES = (
+    "batch",
+    "heads",
+    "kv_heads",
+    "groups",  # query heads per key head
+    "queries",
+    "keys",
+    "depth_vectors",  # head dimension of queries and keys over 16
+    "value_vectors",  # head dimension of values over 16
+    "mask_kind",  # 0 none, 1 bytes, 2 float32
+    "causal",
+    "window",  # 0: none
+    "chunks",  # items per (batch, key head)
+    "block_rows",
+    "blocks",  # blocks per (batch, key head)
+    "stacked",  # whether a block may hold rows of several heads
+    "direct",  # few rows: read K in place instead of packing it
+    "span",  # floats per row of scores held at a time, a multiple of the panel
+    "padded_keys",  # keys rounded up to whole panels
+    "n_slabs",
+    "slab_bytes",
+    "keep",  # whether the support is kept for a backward pass
+    "store_gradient",  # whether each row also has room for the gradient of its scores
+    "scratch_bytes",
+    "seed",
+    "dropout_limit",  # a hash below this drops its weight
+    "dbias_b",
+    "dbias_h",
+    "dbias_q",
+    "dbias_k",
+)
+_NUMBERS = ("scaling", "softcap", "dropout_scale", "dense_above")
+
+RECORD = np.dtype(
+    [(name, np.int64) for name in (*_ADDRESSES, *_SIZES)] + [(name, np.float64) for name in _NUMBERS], align=True
+)
+
+#: The value of ``progress`` for a finished item.
+DONE = 1 << 40

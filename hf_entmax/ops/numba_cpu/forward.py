@@ -1,0 +1,303 @@
+"""The forward kernel: blocks of rows from scores to output, keeping the support of every row for the backward pass."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from .arguments import DONE
+from .partition import block_rows, dropout_key, item_blocks
+from .scores import MASKED_BELOW, add_terms, candidates, row_limits, row_maximum
+from .simd import (
+    LANES,
+    atomic_increment,
+    first_lanes,
+    hashed_keep,
+    indices,
+    load,
+    load_index,
+    read_f32,
+    read_f64,
+    read_i32,
+    read_i64,
+    select,
+    splat,
+    store,
+    store_index,
+    write_f32,
+    write_i32,
+    write_i64,
+)
+from .threshold import keep_support, solve_row
+from .tiles import PANEL, TILE_VECTORS, dots_of_rows, pack_panels, product, sum_rows
+
+_f = np.float32
+
+
+@njit(error_model="numpy")
+def copy_scaled(source, target, vectors, factor):
+    """target = factor * source, over whole vectors."""
+    for v in range(vectors):
+        store(target + 64 * v, load(source + 64 * v) * splat(factor))
+
+
+@njit(error_model="numpy")
+def zero_floats(target, n):
+    """Write ``n`` zeros."""
+    k = 0
+    while k + LANES <= n:
+        store(target + 4 * k, splat(_f(0.0)))
+        k += LANES
+    while k < n:
+        write_f32(target + 4 * k, _f(0.0))
+        k += 1
+
+
+@njit(error_model="numpy")
+def _copy_floats(source, target, n):
+    k = 0
+    while k + LANES <= n:
+        store(target + 4 * k, load(source + 4 * k))
+        k += LANES
+    while k < n:
+        write_f32(target + 4 * k, read_f32(source + 4 * k))
+        k += 1
+
+
+@njit(error_model="numpy")
+def place_row(r, h_kv, row):
+    """Query head and query of a row."""
+    return h_kv * r.groups + row // r.queries, row % r.queries
+
+
+@njit(error_model="numpy")
+def column_range(r, b, h_kv, first, rows, limits):
+    """Write the column limits of every row of a block; returns the range that covers them all."""
+    low, high = r.keys, 0
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        row_low, row_high = row_limits(r, b, h, i)
+        write_i64(limits + 16 * t, row_low)
+        write_i64(limits + 16 * t + 8, row_high)
+        if row_high > row_low:
+            low, high = min(low, row_low), max(high, row_high)
+    return low, max(low, high)
+
+
+@njit(error_model="numpy")
+def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
+    """Scores of a block, column ``low // PANEL * PANEL`` first."""
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        source = r.q + b * r.q_b + h * r.q_h + i * r.q_t
+        copy_scaled(source, q_pack + 64 * r.depth_vectors * t, r.depth_vectors, _f(r.scaling))
+    q_row = 64 * r.depth_vectors
+    origin = low // PANEL * PANEL
+    if r.direct != 0:
+        k = r.k + b * r.k_b + h_kv * r.k_h
+        for j in range(low // LANES * LANES, high, LANES):
+            for t in range(rows):
+                values = dots_of_rows(q_pack + q_row * t, j, high - 1 - j, k, r.k_t, r.depth_vectors)
+                store(scores + 4 * (r.span * t + j - origin), values)
+        return
+    depth = LANES * r.depth_vectors
+    for j in range(origin, high, PANEL):
+        vectors = min(TILE_VECTORS, (high - j + LANES - 1) // LANES)
+        panel = k_pack + (j // PANEL) * PANEL * 4 * depth
+        product(q_pack, q_row, 4, rows, panel, 4 * PANEL, vectors, scores + 4 * (j - origin), 4 * r.span, depth, 0)
+
+
+@njit(error_model="numpy")
+def _row_support(s, low, high, u, x, index, p, scratch, target):
+    """Solve one row and write its support to ``target``; returns its size.
+
+    A row with a NaN or +inf score spreads NaN over all its columns, as dense arithmetic would.
+    """
+    top = row_maximum(s, low, high)
+    if math.isnan(top):
+        n = high - low
+        for k in range(0, n, LANES):
+            store_index(index + 4 * k, indices(low + k))
+        for k in range(n):
+            write_i32(target + 4 * k, np.int32(low + k))
+        for k in range(n):
+            write_f32(target + 4 * (n + k), top)
+        return n
+    if high <= low or top <= MASKED_BELOW:
+        return 0
+    n = candidates(s, low, high, top, u, x, index)
+    n = solve_row(x, index, p, scratch, n, u)
+    return keep_support(p, index, n, target)
+
+
+@njit(error_model="numpy")
+def _make_dense(r, rows, first_row, low, high, scores):
+    """Turn the sparse rows of a block into dense ones, in ``scores`` (column ``low`` first)."""
+    width = high - low
+    for t in range(rows):
+        line = scores + 4 * r.span * t
+        address = read_i64(r.row_address + 8 * (first_row + t))
+        n = np.int64(read_i32(r.row_size + 4 * (first_row + t)))
+        zero_floats(line, width)
+        for k in range(n):
+            column = np.int64(read_i32(address + 4 * k)) - low
+            write_f32(line + 4 * column, read_f32(address + 4 * (n + k)))
+
+
+@njit(error_model="numpy")
+def store_dense_block(r, rows, first_row, low, high, scores, target):
+    """Keep dense rows at ``target``; returns the address after them."""
+    width = high - low
+    for t in range(rows):
+        _copy_floats(scores + 4 * r.span * t, target, width)
+        write_i64(r.row_address + 8 * (first_row + t), target)
+        write_i32(r.row_size + 4 * (first_row + t), np.int32(-1 - width))
+        write_i32(r.row_start + 4 * (first_row + t), np.int32(low))
+        target += 4 * width * (2 if r.store_gradient != 0 else 1)
+    return target
+
+
+@njit(error_model="numpy")
+def drop_dense(line, low, width, key, limit, factor):
+    """Apply dropout to a dense row in place."""
+    for k in range(0, width, LANES):
+        kept = hashed_keep(indices(low + k), key, limit)
+        store(line + 4 * k, select(kept, load(line + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
+
+
+@njit(error_model="numpy")
+def drop_sparse(weights, index, n, key, limit, factor, target):
+    """Dropped and rescaled weights of a sparse row."""
+    for k in range(0, n, LANES):
+        kept = hashed_keep(load_index(index + 4 * k), key, limit)
+        store(target + 4 * k, select(kept, load(weights + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
+
+
+@njit(error_model="numpy")
+def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, scores):
+    """Dropout, output and returned weights of a dense block."""
+    h, i = place_row(r, h_kv, first)
+    if r.dropout_limit != 0:
+        for t in range(rows):
+            key = dropout_key(r.seed, first_row + t)
+            drop_dense(scores + 4 * r.span * t, low, high - low, key, r.dropout_limit, r.dropout_scale)
+    values = r.v + b * r.v_b + h_kv * r.v_h + low * r.v_t
+    out = r.out + b * r.out_b + h * r.out_h + i * r.out_t
+    product(scores, 4 * r.span, 4, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low, 0)
+    if r.weights != 0:
+        for t in range(rows):
+            line = r.weights + 4 * r.keys * (first_row + t)
+            zero_floats(line, r.keys)
+            _copy_floats(scores + 4 * r.span * t, line + 4 * low, high - low)
+
+
+@njit(error_model="numpy")
+def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
+    """Dropout, output and returned weights of the sparse rows of a block."""
+    values = r.v + b * r.v_b + h_kv * r.v_h
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        index = read_i64(r.row_address + 8 * (first_row + t))
+        n = np.int64(read_i32(r.row_size + 4 * (first_row + t)))
+        weights = index + 4 * n
+        if r.dropout_limit != 0:
+            key = dropout_key(r.seed, first_row + t)
+            drop_sparse(weights, index, n, key, r.dropout_limit, r.dropout_scale, dropped)
+            weights = dropped
+        sum_rows(r.out + b * r.out_b + h * r.out_h + i * r.out_t, weights, index, n, values, r.v_t, r.value_vectors)
+        if r.weights != 0:
+            line = r.weights + 4 * r.keys * (first_row + t)
+            zero_floats(line, r.keys)
+            for k in range(n):
+                write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
+
+
+@njit(error_model="numpy")
+def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position):
+    """One block of rows; returns the address after the support it kept, and the range of K packed so far."""
+    first, rows = block_rows(r, block)
+    # The rows of the heads that share a key head follow each other in [B, H, T_q].
+    first_row = (b * r.kv_heads + h_kv) * r.groups * r.queries + first
+    q_pack = scratch
+    limits = q_pack + 64 * r.depth_vectors * r.block_rows
+    row_bytes = 4 * (r.padded_keys + 2 * LANES)
+    x = limits + 16 * r.block_rows
+    index, p, other = x + row_bytes, x + 2 * row_bytes, x + 3 * row_bytes
+    scores = x + 4 * row_bytes
+
+    low, high = column_range(r, b, h_kv, first, rows, limits)
+    if r.direct == 0 and high > low and not (packed_low <= low and high <= packed_high):
+        wanted_low, wanted_high = low // PANEL * PANEL, high
+        if packed_high > packed_low:
+            # Extend what is there: blocks move through the keys, so most panels are packed already.
+            wanted_low, wanted_high = min(wanted_low, packed_low), max(wanted_high, packed_high)
+        source = r.k + b * r.k_b + h_kv * r.k_h
+        if packed_high > packed_low:
+            if wanted_low < packed_low:
+                pack_panels(source, r.k_t, wanted_low, packed_low, r.depth_vectors, k_pack)
+            if wanted_high > packed_high:
+                start = packed_high // PANEL * PANEL
+                pack_panels(source, r.k_t, start, wanted_high, r.depth_vectors, k_pack)
+        else:
+            pack_panels(source, r.k_t, wanted_low, wanted_high, r.depth_vectors, k_pack)
+        packed_low, packed_high = wanted_low, wanted_high
+    _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores)
+
+    start, total = position, 0
+    origin = low // PANEL * PANEL
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        row_low, row_high = read_i64(limits + 16 * t), read_i64(limits + 16 * t + 8)
+        s = scores + 4 * (r.span * t - origin)
+        if row_high > row_low:
+            add_terms(r, s, b, h, i, row_low, row_high)
+        n = _row_support(s, row_low, row_high, read_f64(r.alpha + 8 * h) - 1.0, x, index, p, other, position)
+        write_i64(r.row_address + 8 * (first_row + t), position)
+        write_i32(r.row_size + 4 * (first_row + t), np.int32(n))
+        position += 4 * n * (3 if r.store_gradient != 0 else 2)
+        total += n
+
+    if r.stacked == 0 and total > r.dense_above * rows * (high - low):
+        _make_dense(r, rows, first_row, low, high, scores)
+        position = store_dense_block(r, rows, first_row, low, high, scores, start)
+        _finish_dense(r, b, h_kv, first, rows, first_row, low, high, scores)
+    else:
+        _finish_sparse(r, b, h_kv, first, rows, first_row, x)
+    return position, packed_low, packed_high
+
+
+@njit(error_model="numpy")
+def run_forward(record):
+    """Take items until none is left, or until this thread needs storage that is not there."""
+    r = carray(record, 1)[0]
+    thread = atomic_increment(r.counters + 8)
+    k_pack = r.scratch + thread * r.scratch_bytes
+    scratch = k_pack if r.direct != 0 else k_pack + 64 * r.depth_vectors * r.padded_keys
+    # The most that a block can keep, and the slack of the last vector store.
+    block_bytes = r.block_rows * r.keys * (12 if r.store_gradient != 0 else 8) + 256
+    position, slab_end = 0, 0
+    items = r.batch * r.kv_heads * r.chunks
+    while True:
+        item = atomic_increment(r.counters)
+        if item >= items:
+            return
+        b, h_kv, start, stop = item_blocks(r, item)
+        start = max(start, read_i64(r.progress + 8 * item))
+        packed_low, packed_high = 0, 0
+        for block in range(start, stop):
+            if slab_end - position < block_bytes:
+                slab = atomic_increment(r.counters + 16)
+                if slab >= r.n_slabs:
+                    write_i64(r.progress + 8 * item, block)
+                    write_i64(r.counters + 24, 1)
+                    return
+                position = read_i64(r.slabs + 8 * slab)
+                slab_end = position + r.slab_bytes
+            after, packed_low, packed_high = _block(
+                r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
+            )
+            if r.keep != 0:
+                position = after
+        write_i64(r.progress + 8 * item, DONE)

@@ -1,0 +1,218 @@
+"""Autograd for the kernels: a Function that keeps the support for eager mode, and custom operators for tracing.
+
+Under `torch.compile` an object of data-dependent size cannot pass between the forward and the backward graph, so there the
+backward operator finds the support again before it runs on it. The results are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .host import Call, Options, Support, key_limits
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call; the last three may be None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    real_keys: Tensor | None
+
+
+def _is_empty(inputs: Inputs) -> bool:
+    return 0 in (inputs.query.numel(), inputs.key.numel(), inputs.value.numel())
+
+
+def _call(inputs: Inputs, seed: int, options: Options) -> Call:
+    mask, limits = inputs.mask, None
+    if inputs.real_keys is not None:
+        limits, contiguous = key_limits(inputs.real_keys)
+        if not contiguous:
+            holes = inputs.real_keys[:, None, None, :]
+            if mask is None:
+                mask = holes
+            elif mask.dtype == torch.bool:
+                mask = mask & holes
+            else:
+                mask = mask.masked_fill(~holes, -torch.inf)
+    return Call(*inputs[:4], mask, inputs.bias, limits, seed, options)
+
+
+def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """An empty tensor [B, H, T, D] that lies in memory as [B, T, H, D]."""
+    batch, heads, length, width = shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _in_rows_layout(tensor: Tensor, like: Tensor) -> Tensor:
+    """Cut off the padding of the head dimension, return to the caller's dtype, and lie in memory as [B, T, H, D]."""
+    return tensor[..., : like.shape[-1]].transpose(1, 2).to(like.dtype).contiguous().transpose(1, 2)
+
+
+def run_forward(
+    inputs: Inputs, seed: int, options: Options, keep: bool
+) -> tuple[Tensor, Tensor | None, Support | None]:
+    """Output and weights in the dtype of ``value``, and the support if ``keep``."""
+    query, key, value = inputs[:3]
+    if _is_empty(inputs):
+        out = _rows_layout(value, (*query.shape[:3], value.shape[-1])).zero_()
+        shape = (*query.shape[:3], key.shape[2])
+        return out, value.new_zeros(shape) if options.need_weights else None, None
+    terms = (inputs.mask, inputs.bias)
+    store_gradient = keep and any(t is not None and t.requires_grad for t in terms)
+    out, weights, support = _call(inputs, seed, options).forward(keep, store_gradient)
+    return _in_rows_layout(out, value), None if weights is None else weights.to(value.dtype), support
+
+
+def run_backward(
+    inputs: Inputs,
+    support: Support | None,
+    dout: Tensor | None,
+    dweights: Tensor | None,
+    seed: int,
+    options: Options,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value, alpha, mask and bias; None where not wanted."""
+    if _is_empty(inputs) or (dout is None and dweights is None):
+        return tuple(torch.zeros_like(t) if t is not None and w else None for t, w in zip(inputs, wanted, strict=False))
+    assert support is not None
+    if dout is None:
+        dout = inputs.value.new_zeros((*inputs.query.shape[:3], inputs.value.shape[-1]))
+    call = _call(inputs, seed, options)
+    gradients = call.backward(support, dout, dweights, wanted[:4])
+    results = [
+        None if gradient is None else gradient[..., : tensor.shape[-1]].to(tensor.dtype)
+        for gradient, tensor in zip(gradients[:3], inputs[:3], strict=True)
+    ]
+    alpha = inputs.alpha
+    results.append(None if gradients[3] is None else gradients[3].sum_to_size(alpha.shape).to(alpha.dtype))
+    for term, want in zip((inputs.mask, inputs.bias), wanted[4:6], strict=True):
+        results.append(call.bias_gradient(support, term.shape).to(term.dtype) if want and term is not None else None)
+    return tuple(results)
+
+
+class EntmaxAttentionFunction(torch.autograd.Function):
+    """Entmax attention that keeps the sparse rows of the forward pass for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: int, options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]
+        out, weights, support = run_forward(inputs, seed, options, keep=True)
+        ctx.seed, ctx.options = seed, options
+        if support is None:
+            ctx.support = None
+            ctx.save_for_backward(*inputs)
+        else:
+            ctx.save_for_backward(*inputs, *support.tensors())
+            ctx.support = support.without_tensors()
+        ctx.set_materialize_grads(False)
+        return out, weights
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        count = len(Inputs._fields)
+        inputs = Inputs(*saved[:count])
+        support = None if ctx.support is None else ctx.support.restore(saved[count:])
+        wanted = ctx.needs_input_grad[2:]
+        gradients = run_backward(inputs, support, dout, dweights, ctx.seed, ctx.options, wanted)
+        return (None, None, *gradients, None)
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor alpha, Tensor? mask, Tensor? bias, Tensor? real_keys"
+_OPTIONS = "Tensor? seed, bool is_causal, int window, float softcap, float scaling, float dropout, bool need_weights"
+
+
+def _number(seed: Tensor | None) -> int:
+    return 0 if seed is None else int(seed.item())
+
+
+@torch.library.custom_op(
+    "hf_entmax::numba_attention",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def attention_operator(query, key, value, alpha, mask, bias, real_keys, seed, *options):
+    """Entmax attention as an operator; without ``need_weights`` the second result is empty."""
+    inputs = Inputs(query, key, value, alpha, mask, bias, real_keys)
+    out, weights, _ = run_forward(inputs, _number(seed), Options(*options), keep=False)
+    return out, value.new_empty(0) if weights is None else weights
+
+
+@attention_operator.register_fake
+def _(query, key, value, alpha, mask, bias, real_keys, seed, *options):
+    out = _rows_layout(value, (*query.shape[:3], value.shape[-1]))
+    need_weights = options[-1]
+    return out, value.new_empty((*query.shape[:3], key.shape[2]) if need_weights else (0,))
+
+
+@torch.library.custom_op(
+    "hf_entmax::numba_attention_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor dout, Tensor? dweights, {_TENSORS}, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+)
+def attention_backward_operator(
+    dout, dweights, query, key, value, alpha, mask, bias, real_keys, seed, *options_and_wanted
+):
+    """The gradients of query, key, value, alpha, mask and bias; empty where not wanted."""
+    inputs = Inputs(query, key, value, alpha, mask, bias, real_keys)
+    *options, wanted = options_and_wanted
+    options, number = Options(*options), _number(seed)
+    support = None
+    if not _is_empty(inputs):
+        support = _call(inputs, number, options).forward(keep=True, store_gradient=any(wanted[4:6]))[2]
+    gradients = run_backward(inputs, support, dout, dweights, number, options, tuple(wanted))
+    results = []
+    for position, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=False)):
+        if gradient is None:
+            results.append(query.new_empty(0))
+        else:
+            results.append(_in_rows_layout(gradient, tensor) if position < 3 else gradient.contiguous())
+    return results
+
+
+@attention_backward_operator.register_fake
+def _(dout, dweights, query, key, value, alpha, mask, bias, real_keys, seed, *options_and_wanted):
+    wanted = options_and_wanted[-1]
+    results = []
+    for position, (want, tensor) in enumerate(zip(wanted, (query, key, value, alpha, mask, bias), strict=True)):
+        if not want or tensor is None:
+            results.append(query.new_empty(0))
+        else:
+            results.append(_rows_layout(tensor, tensor.shape) if position < 3 else tensor.new_empty(tensor.shape))
+    return results
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    tensors, rest = inputs[: len(Inputs._fields) + 1], inputs[len(Inputs._fields) + 1 :]
+    ctx.save_for_backward(*tensors)
+    ctx.options = rest
+    ctx.set_materialize_grads(False)
+
+
+def _operator_backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, seed = ctx.saved_tensors
+    inputs = Inputs(*tensors)
+    wanted = [bool(need) for need in ctx.needs_input_grad[:6]]
+    need_weights = ctx.options[-1]
+    if dout is None:
+        dout = inputs.value.new_zeros((*inputs.query.shape[:3], inputs.value.shape[-1]))
+    gradients = attention_backward_operator(
+        dout, dweights if need_weights else None, *inputs, seed, *ctx.options, wanted
+    )
+    results = [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
+    return (*results, None, None, *(None,) * len(ctx.options))
+
+
+attention_operator.register_autograd(_operator_backward, setup_context=_setup_context)

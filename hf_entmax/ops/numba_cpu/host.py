@@ -1,0 +1,338 @@
+"""From tensors to argument records: layout of the work, storage for the support, and the launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import runtime
+from .arguments import RECORD
+
+_LANES = 16
+# Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
+_SCORES_BYTES = 256 * 1024
+_MAX_BLOCK_ROWS = 64
+# With this many query rows per key head or fewer, K is read in place: packing it would cost more than it saves.
+_DIRECT_ROWS = 8
+# Work items per thread to aim for when there are few (batch, key head) pairs.
+_ITEMS_PER_THREAD = 4
+# Share of nonzero weights above which a block is kept densely and multiplied densely.
+_DENSE_ABOVE = 0.5
+# Support storage of the first launch: all that could be needed up to this size, else this share of it.
+_SMALL_STORAGE = 4 << 20
+_FIRST_SHARE = 0.04
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of attention that are not tensors."""
+
+    is_causal: bool
+    window: int  # 0: none
+    softcap: float  # 0: none
+    scaling: float
+    dropout: float
+    need_weights: bool
+
+
+@dataclass
+class Support:
+    """The sparse rows of one call: what the backward pass runs on."""
+
+    slabs: list[Tensor]
+    bases: list[int]
+    row_address: Tensor
+    row_size: Tensor
+    row_start: Tensor
+    chunks: int
+    block_rows: int
+    store_gradient: bool
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order `restore` takes them."""
+        return [self.row_address, self.row_size, self.row_start, *self.slabs]
+
+    def without_tensors(self) -> Support:
+        """What remains to be kept when autograd keeps the tensors."""
+        nothing = torch.empty(0)
+        return dataclasses.replace(self, slabs=[], row_address=nothing, row_size=nothing, row_start=nothing)
+
+    def restore(self, tensors: Sequence[Tensor]) -> Support:
+        """The support in the memory of ``tensors``: another one if saved-tensor hooks moved it, say to a disk and back."""
+        address, size, start, *slabs = tensors
+        bases = [slab.data_ptr() for slab in slabs]
+        if bases != self.bases:
+            old = address.numpy()
+            moved = old.copy()
+            for slab, before, after in zip(slabs, self.bases, bases, strict=True):
+                inside = (old >= before) & (old < before + slab.numel())
+                moved[inside] += after - before
+            address = torch.from_numpy(moved)
+        return dataclasses.replace(
+            self, slabs=slabs, bases=bases, row_address=address, row_size=size, row_start=start
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _panel() -> int:
+    from .tiles import PANEL
+
+    return PANEL
+
+
+def vectors(size: int) -> int:
+    """How many vectors of sixteen floats hold ``size`` floats."""
+    return -(-size // _LANES)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """float32 [B, heads, T, D] whose last dimension is contiguous and a multiple of sixteen; no copy where it is already."""
+    tensor = tensor.float()
+    short = -tensor.shape[-1] % _LANES
+    if short:
+        return torch.nn.functional.pad(tensor, (0, short))
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_term(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Broadcast a mask or bias to [B, H, T_q, T_k] by zero strides, the keys contiguous."""
+    if tensor.dtype != torch.bool:
+        tensor = tensor.float()
+    if tensor.dim() == 0 or (tensor.shape[-1] != shape[-1]):
+        tensor = tensor.expand(*tensor.shape[:-1], shape[-1])
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.expand(shape)
+
+
+def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
+    """First and one past the last real key of every sequence, and whether every key in between is real."""
+    flags = real.numpy()
+    keys = flags.shape[1]
+    some = flags.any(axis=1)
+    low = np.where(some, flags.argmax(axis=1), 0)
+    high = np.where(some, keys - flags[:, ::-1].argmax(axis=1), 0)
+    limits = np.stack([low, high], axis=1).astype(np.int32)
+    return limits, bool((flags.sum(axis=1) == high - low).all())
+
+
+def _set_rows(record: np.void, name: str, tensor: Tensor) -> None:
+    record[name] = tensor.data_ptr()
+    size = tensor.element_size()
+    record[name + "_b"], record[name + "_h"], record[name + "_t"] = (size * s for s in tensor.stride()[:3])
+
+
+def _like_rows(tensor: Tensor, width: int) -> Tensor:
+    """An empty float32 tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as the models use it."""
+    batch, heads, length = tensor.shape[:3]
+    return torch.empty((batch, length, heads, width)).transpose(1, 2)
+
+
+class Call:
+    """One attention problem: the record all its kernels share."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        limits: np.ndarray | None,
+        seed: int,
+        options: Options,
+    ) -> None:
+        batch, heads, queries, _ = query.shape
+        kv_heads, keys = key.shape[1], key.shape[2]
+        self.query, self.key, self.value = as_rows(query), as_rows(key), as_rows(value)
+        self.options, self.threads = options, torch.get_num_threads()
+        self.shape = (batch, heads, queries, keys)
+        self.groups, self.kv_heads = heads // kv_heads, kv_heads
+        # Everything the record points to must live as long as the launches.
+        self.alpha = np.ascontiguousarray(alpha.detach().double().expand(heads).numpy())
+        if not (self.alpha >= 1).all() or not np.isfinite(self.alpha).all():
+            raise ValueError(
+                f"alpha holds {self.alpha.tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax)."
+            )
+        self.terms = [None if t is None else as_term(t.detach(), self.shape) for t in (mask, bias)]
+        self.limits = limits
+        self.record = np.zeros(1, RECORD)
+        r = self.record[0]
+        for name, tensor in (("q", self.query), ("k", self.key), ("v", self.value)):
+            _set_rows(r, name, tensor)
+        for name, term in zip(("mask", "bias"), self.terms, strict=True):
+            if term is not None:
+                _set_rows(r, name, term)
+                if name == "mask":
+                    r["mask_kind"] = 1 if term.dtype == torch.bool else 2
+        r["alpha"] = self.alpha.ctypes.data
+        if limits is not None:
+            r["key_limits"] = limits.ctypes.data
+        r["batch"], r["heads"], r["queries"], r["keys"] = self.shape
+        r["kv_heads"], r["groups"] = kv_heads, self.groups
+        r["depth_vectors"], r["value_vectors"] = vectors(self.query.shape[-1]), vectors(self.value.shape[-1])
+        r["causal"], r["window"] = int(options.is_causal), options.window
+        r["softcap"], r["scaling"] = options.softcap, options.scaling
+        if options.dropout > 0:
+            r["seed"], r["dropout_scale"] = seed, 1.0 / (1.0 - options.dropout)
+            r["dropout_limit"] = max(1, round(options.dropout * 2**32))
+
+    def _lay_out(self, chunks: int | None, block_rows: int | None) -> None:
+        """Cut the rows into blocks and the blocks into items."""
+        r = self.record[0]
+        batch, _, queries, keys = self.shape
+        panel = _panel()
+        padded = -(-keys // panel) * panel
+        stacked = queries < 4
+        span = padded
+        if self.options.window and self.options.is_causal and not stacked:
+            span = min(padded, (self.options.window + _MAX_BLOCK_ROWS) // panel * panel + 2 * panel)
+        # A spare vector, because the last store of a row may run over its end.
+        span += _LANES
+        if block_rows is None:
+            rows = min(_MAX_BLOCK_ROWS, max(4, _SCORES_BYTES // (4 * span) // 4 * 4))
+            block_rows = min(rows, self.groups * queries if stacked else queries)
+        if stacked:
+            blocks = -(-self.groups * queries // block_rows)
+        else:
+            blocks = self.groups * -(-queries // block_rows)
+        pairs = batch * self.kv_heads
+        if chunks is None:
+            wanted = 1 if self.threads == 1 else -(-_ITEMS_PER_THREAD * self.threads // pairs)
+            chunks = max(1, min(wanted, blocks))
+        r["chunks"], r["block_rows"], r["blocks"], r["stacked"] = chunks, block_rows, blocks, int(stacked)
+        r["direct"] = int(self.groups * queries <= _DIRECT_ROWS)
+        r["span"], r["padded_keys"] = span, padded
+        r["dense_above"] = np.inf if self.options.softcap else _DENSE_ABOVE
+        self.chunks, self.block_rows, self.items = chunks, block_rows, pairs * chunks
+        self.span, self.padded = span, padded
+
+    def _launch(self, name: str, scratch_bytes: int, items: int) -> np.ndarray:
+        r = self.record[0]
+        threads = max(1, min(self.threads, items))
+        scratch_bytes = -(-scratch_bytes // 64) * 64
+        scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+        counters = np.zeros(4, np.int64)
+        r["scratch"], r["scratch_bytes"] = scratch.data_ptr(), scratch_bytes
+        r["counters"] = counters.ctypes.data
+        runtime.launch(name, self.record, items, threads)
+        return counters
+
+    def forward(self, keep: bool, store_gradient: bool) -> tuple[Tensor, Tensor | None, Support | None]:
+        """Output [B, H, T_q, D_v padded] and weights in float32, and the support if it is to be kept."""
+        self._lay_out(None, None)
+        r = self.record[0]
+        batch, heads, queries, keys = self.shape
+        out = _like_rows(self.query, self.value.shape[-1])
+        weights = torch.empty(self.shape) if self.options.need_weights else None
+        rows = batch * heads * queries
+        row_address = torch.empty(rows, dtype=torch.int64)
+        row_size, row_start = torch.empty((2, rows), dtype=torch.int32)
+        progress = np.zeros(self.items, np.int64)
+        _set_rows(r, "out", out)
+        r["weights"] = 0 if weights is None else weights.data_ptr()
+        r["row_address"], r["row_size"] = row_address.data_ptr(), row_size.data_ptr()
+        r["row_start"] = row_start.data_ptr()
+        r["progress"] = progress.ctypes.data
+        r["keep"], r["store_gradient"] = int(keep), int(store_gradient)
+
+        depth, block_rows = 64 * int(r["depth_vectors"]), self.block_rows
+        scratch_bytes = depth * (self.padded + block_rows) + 16 * block_rows
+        scratch_bytes += 16 * (self.padded + 2 * _LANES) + 4 * block_rows * self.span + 256
+        if r["direct"]:
+            scratch_bytes -= depth * self.padded
+        entry = 12 if store_gradient else 8
+        block_bytes = block_rows * keys * entry + 256
+        threads = max(1, min(self.threads, self.items))
+        most = rows * keys * entry
+        slabs: list[Tensor] = []
+        if not keep:
+            slab_bytes, count = block_bytes, threads
+        else:
+            slab_bytes = max(4 * block_bytes, min(most // threads, 1 << 18))
+            first = most if most <= _SMALL_STORAGE else int(most * _FIRST_SHARE)
+            # A slab is left when less than the largest possible block fits, hence the usable part.
+            count = -(-first // (slab_bytes - block_bytes)) + threads
+        while True:
+            storage = torch.empty(count * slab_bytes, dtype=torch.uint8)
+            slabs.append(storage)
+            table = storage.data_ptr() + slab_bytes * np.arange(count, dtype=np.int64)
+            r["slabs"], r["n_slabs"], r["slab_bytes"] = table.ctypes.data, count, slab_bytes
+            counters = self._launch("forward", scratch_bytes, self.items)
+            if not counters[3]:
+                break
+            count *= 2
+        if not keep:
+            return out, weights, None
+        bases = [slab.data_ptr() for slab in slabs]
+        return out, weights, Support(
+            slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient
+        )
+
+    def backward(
+        self,
+        support: Support,
+        dout: Tensor,
+        dweights: Tensor | None,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of query, key, value [.., D padded] in float32 and of alpha [H] in float64, those wanted."""
+        self._lay_out(support.chunks, support.block_rows)
+        r = self.record[0]
+        r["store_gradient"] = int(support.store_gradient)
+        batch, heads, queries, keys = self.shape
+        dout = as_rows(dout)
+        _set_rows(r, "dout", dout)
+        if dweights is not None:
+            dweights = dweights.float().contiguous()
+            r["dweights"] = dweights.data_ptr()
+        r["row_address"], r["row_size"] = support.row_address.data_ptr(), support.row_size.data_ptr()
+        r["row_start"] = support.row_start.data_ptr()
+        want_q, want_k, want_v, want_alpha = wanted
+        dq = dk = dv = None
+        if want_q:
+            dq = _like_rows(self.query, self.query.shape[-1])
+            _set_rows(r, "dq", dq)
+        if want_k:
+            dk = self._key_gradient("dk", self.key)
+        if want_v:
+            dv = self._key_gradient("dv", self.value)
+        dalpha = np.zeros((self.chunks, batch, heads))
+        r["dalpha"] = dalpha.ctypes.data if want_alpha else 0
+        value_bytes = 64 * int(r["value_vectors"])
+        scratch_bytes = 8 * (self.padded + 2 * _LANES) + 256
+        # Packed values and score gradients are only touched where a block was dense.
+        scratch_bytes += value_bytes * (self.padded + self.block_rows) + 8 * self.block_rows * self.span + 128
+        self._launch("backward", scratch_bytes, self.items)
+        if self.chunks > 1:
+            dk = None if dk is None else dk.sum(0)
+            dv = None if dv is None else dv.sum(0)
+        return dq, dk, dv, torch.from_numpy(dalpha.sum((0, 1))) if want_alpha else None
+
+    def _key_gradient(self, name: str, tensor: Tensor) -> Tensor:
+        """Where the gradient of keys or values is summed: one copy per slice of a head."""
+        if self.chunks == 1:
+            target = _like_rows(tensor, tensor.shape[-1])
+            _set_rows(self.record[0], name, target)
+            return target
+        batch, kv_heads, keys, width = tensor.shape
+        target = torch.empty((self.chunks, batch, kv_heads, keys, width))
+        _set_rows(self.record[0], name, target[0])
+        return target
+
+    def bias_gradient(self, support: Support, shape: tuple[int, ...]) -> Tensor:
+        """Gradient of an additive term of a shape that broadcasts to [B, H, T_q, T_k], from the stored row gradients."""
+        r = self.record[0]
+        full = (1,) * (4 - len(shape)) + tuple(shape)
+        target = torch.empty(full)
+        r["dbias"] = target.data_ptr()
+        r["dbias_b"], r["dbias_h"], r["dbias_q"], r["dbias_k"] = full
+        self._launch("bias_gradient", 64, full[0] * full[1] * full[2])
+        return target.reshape(shape)

@@ -1,0 +1,157 @@
+"""Compiling the kernels once, keeping the machine code on disk, and running one on several threads.
+
+The threads are those of the OpenMP runtime that PyTorch itself computes with: a second pool would compete with PyTorch's
+threads, which keep spinning for milliseconds after every parallel operation. Where that runtime cannot be reached, and
+in a process forked from one that used it (whose OpenMP threads do not exist), a small pool of Python threads is used;
+the kernels run without the interpreter lock either way. Work is handed out by an atomic counter, so it does not matter
+how many threads really come, and calls from several threads at once do not share anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel: a C function of the address of one argument record."""
+
+    address: int
+    call: Callable[[int], None]
+
+
+class _State:
+    """What must be built anew in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pool: ThreadPoolExecutor | None = None
+        self.openmp: Any = None
+        self.openmp_known = False
+
+
+_state = _State()
+_kernels: dict[str, Kernel] = {}
+
+
+def _after_fork() -> None:
+    global _state
+    _state = _State()
+    _state.openmp_known = True  # and None: the parent's OpenMP threads were not copied
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _source_digest() -> int:
+    """A number that changes with any source file of this package.
+
+    Numba's cache watches the file of the compiled function alone, while a kernel is made of functions from several files.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
+
+
+def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
+    from numba import cfunc
+
+    options = {"error_model": "numpy"}
+    try:
+        compiled = cfunc(signature, cache=True, **options)(entry)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
+            raise
+        logger.warning(
+            "The machine code of the numba backend cannot be kept on disk (%s), so every process compiles it anew. "
+            "Set NUMBA_CACHE_DIR to a writable directory.",
+            error,
+        )
+        compiled = cfunc(signature, **options)(entry)
+    return Kernel(compiled.address, _CALLBACK(compiled.address))
+
+
+def kernel(name: str) -> Kernel:
+    """The kernel ``forward``, ``backward`` or ``bias_gradient``, compiled or loaded from disk at the first call."""
+    known = _kernels.get(name)
+    if known is not None:
+        return known
+    with _state.lock:
+        if name not in _kernels:
+            import numba
+
+            from .arguments import RECORD
+            from .entry import ENTRIES
+
+            signature = numba.types.void(numba.types.CPointer(numba.from_dtype(RECORD)))
+            _kernels[name] = _compile(ENTRIES[name](_source_digest()), signature)
+        return _kernels[name]
+
+
+def _openmp() -> Any:
+    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP runtime in this process, or None."""
+    if not _state.openmp_known:
+        found = None
+        if sys.platform.startswith("linux") and torch.backends.openmp.is_available():
+            try:
+                # PyTorch loads its OpenMP runtime into the global symbol table.
+                found = ctypes.CDLL(None).GOMP_parallel
+            except (AttributeError, OSError):
+                found = None
+        if found is not None:
+            found.restype = None
+            found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        _state.openmp, _state.openmp_known = found, True
+    return _state.openmp
+
+
+def _run_in_pool(run: Kernel, record: int, threads: int) -> None:
+    with _state.lock:
+        if _state.pool is None:
+            _state.pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="hf_entmax")
+        pool = _state.pool
+    helpers = [pool.submit(run.call, record) for _ in range(threads - 1)]
+    run.call(record)
+    for helper in helpers:
+        # All work is taken by now: a helper that has not begun would find nothing.
+        if not helper.cancel():
+            helper.result()
+
+
+def launch(name: str, record: np.ndarray, items: int, threads: int) -> None:
+    """Run a kernel over ``items`` work items on at most ``threads`` threads, and wait for it.
+
+    Args:
+        name: as in `kernel`.
+        record: array of one argument record.
+        items: how many work items there are; more threads than that are not started.
+        threads: the most threads the record's scratch memory allows.
+    """
+    run = kernel(name)
+    address = record.ctypes.data
+    threads = min(threads, items)
+    if threads <= 1:
+        run.call(address)
+        return
+    parallel = _openmp()
+    if parallel is None:
+        _run_in_pool(run, address, threads)
+    else:
+        parallel(run.address, address, threads, 0)

@@ -1,0 +1,304 @@
+r"""The threshold of one row and its weights, from the candidates alone.
+
+With ``u = alpha - 1`` and candidates ``x_k = z_k - max z``, find ``c >= 0`` with ``sum_k p_k = 1`` where
+``p_k = [1 + u (x_k - c)]_+ ** (1/u)``. Writing ``S(c) = sum p_k``, the function ``S**u`` is a norm (of order ``1/u >= 1``) of
+the positive part of something affine in c, hence convex in c, so Newton's method on ``S**u = 1``,
+
+    c += S**(1-u) (S**u - 1) / (u sum_k p_k**(1-u)),
+
+started at ``c = 0``, where ``S >= 1``, climbs to the solution without ever passing it. It is exact after one step when all
+candidates are equal, and for every row as u -> 0 (softmax). Since c only grows, candidates that fall to zero are dropped for good.
+For ``u > 1`` the function is not convex: those rows are solved in float64 with a bracket.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from .simd import (
+    LANES,
+    compress,
+    compress_index,
+    count,
+    first_lanes,
+    greater,
+    load,
+    load_index,
+    maximum,
+    muladd,
+    read_f32,
+    select,
+    splat,
+    store,
+    sum_lanes,
+    write_f32,
+)
+from .vecmath import TINY, exp, log, rough_power
+
+_f = np.float32
+_ZERO, _ONE = _f(0.0), _f(1.0)
+# Fills the lanes after the last candidate: so low that its weight is zero for every alpha.
+PADDING = _f(-1e30)
+# Rough sums are off by a few 1e-4 of S; going back by this much keeps the accurate steps on the safe side.
+_ROUGH_MARGIN = 5e-4
+_ROUGH_FLOOR = _f(1e-6)
+# Below this u the argument 1 + u (x - c) is too close to 1 to hold the digits of u (x - c).
+_SMALL_U = 0.25
+
+
+@njit(forceinline=True, error_model="numpy")
+def _pad(x, n):
+    store(x + 4 * n, splat(PADDING))
+
+
+@njit(error_model="numpy")
+def _newton_step(s, t, u):
+    """The step in c from S and sum p**(1-u)."""
+    e = math.log(s)
+    if abs(u * e) < 1e-3:
+        return s * e * (1.0 - 0.5 * u * e * (1.0 - u * e / 3.0)) / t
+    return -s * math.expm1(-u * e) / (u * t)
+
+
+@njit(forceinline=True, error_model="numpy")
+def _drop_zeros(x, index, n, lowest):
+    """Keep the candidates above ``lowest``; returns how many there are."""
+    kept = 0
+    for k in range(0, n, LANES):
+        value = load(x + 4 * k)
+        place = load_index(index + 4 * k)
+        mask = greater(value, splat(lowest))
+        compress(mask, value, x + 4 * kept)
+        compress_index(mask, place, index + 4 * kept)
+        kept += count(mask)
+    _pad(x, kept)
+    return kept
+
+
+@njit(error_model="numpy")
+def _softmax(x, p, n):
+    total = splat(_ZERO)
+    for k in range(0, n, LANES):
+        value = exp(load(x + 4 * k))
+        store(p + 4 * k, value)
+        total = total + value
+    factor = splat(_f(1.0 / sum_lanes(total)))
+    for k in range(0, n, LANES):
+        store(p + 4 * k, load(p + 4 * k) * factor)
+    return n
+
+
+@njit(error_model="numpy")
+def _solve_linear(x, index, p, n):
+    """alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
+    c = 0.0
+    for iteration in range(64):
+        base = splat(_f(1.0 - c))
+        total, support = splat(_ZERO), splat(_ZERO)
+        for k in range(0, n, LANES):
+            y = load(x + 4 * k) + base
+            positive = greater(y, splat(_ZERO))
+            total = total + select(positive, y, splat(_ZERO))
+            support = support + select(positive, splat(_ONE), splat(_ZERO))
+        step = (sum_lanes(total) - 1.0) / sum_lanes(support)
+        c += step
+        if abs(step) <= 2e-7:
+            break
+        if iteration == 1 and n > 2 * LANES:
+            n = _drop_zeros(x, index, n, _f(c - 1.0 - 1e-5))
+    base = splat(_f(1.0 - c))
+    for k in range(0, n, LANES):
+        store(p + 4 * k, maximum(load(x + 4 * k) + base, splat(_ZERO)))
+    return n
+
+
+@njit(error_model="numpy")
+def _solve_square(x, index, p, n):
+    """alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
+    half = splat(_f(0.5))
+    c = 0.0
+    for iteration in range(64):
+        base = splat(_f(1.0 - 0.5 * c))
+        total, linear = splat(_ZERO), splat(_ZERO)
+        for k in range(0, n, LANES):
+            y = maximum(muladd(load(x + 4 * k), half, base), splat(_ZERO))
+            total = muladd(y, y, total)
+            linear = linear + y
+        root = math.sqrt(sum_lanes(total))
+        step = 2.0 * root * (root - 1.0) / sum_lanes(linear)
+        c += step
+        if abs(step) <= 2e-7:
+            break
+        if iteration == 1 and n > 2 * LANES:
+            n = _drop_zeros(x, index, n, _f(c - 2.0 - 1e-5))
+    base = splat(_f(1.0 - 0.5 * c))
+    for k in range(0, n, LANES):
+        y = maximum(muladd(load(x + 4 * k), half, base), splat(_ZERO))
+        store(p + 4 * k, y * y)
+    return n
+
+
+@njit(error_model="numpy")
+def _rough_sums(x, n, u, c):
+    """S and sum p**(1-u) at c, to about 2e-4."""
+    slope, base = splat(_f(u)), splat(_f(1.0 - u * c))
+    exponent, floor = splat(_f(1.0 / u)), splat(_ROUGH_FLOOR)
+    total, slopes = splat(_ZERO), splat(_ZERO)
+    for k in range(0, n, LANES):
+        y = muladd(load(x + 4 * k), slope, base)
+        positive = greater(y, floor)
+        y = maximum(y, floor)
+        weight = select(positive, rough_power(y, exponent), splat(_ZERO))
+        total = total + weight
+        slopes = slopes + weight / y
+    return sum_lanes(total), sum_lanes(slopes)
+
+
+@njit(error_model="numpy")
+def _accurate_sums(x, p, s, n, u, c):
+    """Write p and p**(1-u) at c; returns their sums."""
+    slope, base, inverse = splat(_f(u)), splat(_f(1.0 - u * c)), splat(_f(1.0 / u))
+    total, slopes = splat(_ZERO), splat(_ZERO)
+    for k in range(0, n, LANES):
+        y = maximum(muladd(load(x + 4 * k), slope, base), splat(TINY))
+        weight = exp(log(y) * inverse)
+        derivative = weight / y
+        store(p + 4 * k, weight)
+        store(s + 4 * k, derivative)
+        total = total + weight
+        slopes = slopes + derivative
+    return sum_lanes(total), sum_lanes(slopes)
+
+
+@njit(error_model="numpy")
+def _accurate_sums_near_softmax(x, p, s, n, u, c):
+    """The same for small u: log1p(v) = log(1 + v) + (v - ((1 + v) - 1)) / (1 + v) restores the digits 1 + v loses."""
+    slope, shift, inverse = splat(_f(u)), splat(_f(c)), splat(_f(1.0 / u))
+    one = splat(_ONE)
+    total, slopes = splat(_ZERO), splat(_ZERO)
+    for k in range(0, n, LANES):
+        v = (load(x + 4 * k) - shift) * slope
+        y = maximum(one + v, splat(TINY))
+        weight = exp((log(y) + (v - (y - one)) / y) * inverse)
+        derivative = weight / y
+        store(p + 4 * k, weight)
+        store(s + 4 * k, derivative)
+        total = total + weight
+        slopes = slopes + derivative
+    return sum_lanes(total), sum_lanes(slopes)
+
+
+@njit(error_model="numpy")
+def _solve_general(x, index, p, s, n, u):
+    """Any alpha in (1, 2]: rough steps while c is far, then accurate ones."""
+    c = 0.0
+    for iteration in range(12):
+        total, slopes = _rough_sums(x, n, u, c)
+        step = _newton_step(total, slopes, u) if total > 1.0 + 1e-3 else 0.0
+        c += step
+        if step * slopes < 3e-2:
+            # Newton squares the error: what is left is below the roughness of the sums themselves.
+            c = max(c - _ROUGH_MARGIN / slopes, 0.0)
+            break
+        if n > 2 * LANES and iteration < 4:
+            n = _drop_zeros(x, index, n, _f(c - 1.0 / u - 1e-2))
+    # A last step that changes S by so little is applied to p by its first-order effect instead of evaluating again. Near
+    # alpha = 2 its second-order effect on the weights next to the threshold is larger, hence the second limit.
+    small = 1.0 if u <= 0.55 else 3e-5
+    for _ in range(24):
+        if u < _SMALL_U:
+            total, slopes = _accurate_sums_near_softmax(x, p, s, n, u, c)
+        else:
+            total, slopes = _accurate_sums(x, p, s, n, u, c)
+        step = _newton_step(total, slopes, u)
+        if abs(step) * slopes <= 1e-3 and abs(step) <= small:
+            correction = splat(_f(-step))
+            for k in range(0, n, LANES):
+                store(p + 4 * k, maximum(muladd(load(s + 4 * k), correction, load(p + 4 * k)), splat(_ZERO)))
+            return n
+        c += step
+    return n
+
+
+@njit(error_model="numpy")
+def _solve_bracketed(x, p, n, u):
+    """alpha > 2, where S**u is not convex and weights near the threshold rise like a root: float64, Newton in a bracket."""
+    low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
+    c = 0.5 * (low + high)
+    for _ in range(200):
+        total, slopes = 0.0, 0.0
+        for k in range(n):
+            y = 1.0 + u * (float(read_f32(x + 4 * k)) - c)
+            if y > 0.0:
+                weight = math.exp(math.log(y) / u)
+                total += weight
+                slopes += weight / y
+        if total > 1.0:
+            low = c
+        else:
+            high = c
+        if abs(total - 1.0) <= 1e-12 or high - low <= 1e-16:
+            break
+        proposal = c + (total - 1.0) / slopes if slopes > 0.0 else low
+        c = proposal if low < proposal < high else 0.5 * (low + high)
+    for k in range(n):
+        y = 1.0 + u * (float(read_f32(x + 4 * k)) - c)
+        write_f32(p + 4 * k, _f(math.exp(math.log(y) / u)) if y > 0.0 else _ZERO)
+
+
+@njit(error_model="numpy")
+def solve_row(x, index, p, s, n, u):
+    """Weights of the ``n`` candidates of one row.
+
+    Args:
+        x: address of the candidates, relative to the row's maximum (so all <= 0, one of them 0); overwritten.
+        index: address of their columns (int32); compacted along with ``x``.
+        p: address of the weights to write.
+        s: address of as many floats of scratch.
+        n: number of candidates, at least 1.
+        u: alpha - 1, at least 0.
+
+    All four buffers have room for ``n + 16`` elements.
+
+    Returns:
+        How many weights there are now (some may be 0).
+    """
+    if n == 1:
+        write_f32(p, _ONE)
+        return 1
+    _pad(x, n)
+    if u < 1e-8:
+        return _softmax(x, p, n)
+    if u == 1.0:
+        return _solve_linear(x, index, p, n)
+    if u == 0.5:
+        return _solve_square(x, index, p, n)
+    if u < 1.0:
+        return _solve_general(x, index, p, s, n, u)
+    _solve_bracketed(x, p, n, u)
+    return n
+
+
+@njit(error_model="numpy")
+def keep_support(p, index, n, target):
+    """Write the columns, then the weights, of the ``n`` entries with p > 0 to ``target``.
+
+    Returns:
+        The size of the support; ``target`` must have room for ``2 n + 16`` elements.
+    """
+    support = 0
+    for k in range(0, n, LANES):
+        mask = greater(load(p + 4 * k), select(first_lanes(n - k), splat(_ZERO), splat(_f(np.inf))))
+        compress_index(mask, load_index(index + 4 * k), target + 4 * support)
+        support += count(mask)
+    weights = target + 4 * support
+    kept = 0
+    for k in range(0, n, LANES):
+        value = load(p + 4 * k)
+        mask = greater(value, select(first_lanes(n - k), splat(_ZERO), splat(_f(np.inf))))
+        compress(mask, value, weights + 4 * kept)
+        kept += count(mask)
+    return support
