@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,18 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     if "logits_to_keep" in known and "logits_to_keep" not in info.inputs:
         info.inputs["logits_to_keep"] = 1
     return info
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switches dropout off for the time of a block; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def is_encoder_decoder(model: Any) -> bool:

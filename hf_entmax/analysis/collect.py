@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from hf_entmax.integration.interface import CHILD
 from hf_entmax.integration.observe import observe_attention
 
 from .accumulate import GROUPS, SiteSums, SumOptions
-from .batches import BatchInfo, is_encoder_decoder, prepare_batch
+from .batches import BatchInfo, evaluation_mode, prepare_batch
 from .conllu import UNIVERSAL_RELATIONS
 from .context import SiteContext, build_context
 from .gather import gather_collection
@@ -114,7 +113,7 @@ def collect(
     collector: _Collector | None = None
     error: Exception | None = None
     first_index = 0
-    with _evaluation(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for number, batch in enumerate(stream):
             if collector is None:
                 wanted = _wanted_groups(groups, batch, table)
@@ -386,17 +385,6 @@ def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]
     return result
 
 
-@contextlib.contextmanager
-def _evaluation(model: Any) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _with_progress(
     batches: Iterable[Mapping[str, Any]], show: bool, total: int | None, name: str | None
 ) -> Iterable[Mapping[str, Any]]:
@@ -407,6 +395,3 @@ def _with_progress(
     if total is None and hasattr(batches, "__len__"):
         total = len(batches)  # type: ignore[arg-type]
     return tqdm(batches, total=total, desc=f"attention of {name}" if name else "attention", unit="batch", leave=False)
-
-
-__all__ = ["AnalysisError", "collect", "is_encoder_decoder"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,28 @@ TEXT_ROLES = (
 )
 DEPENDENCY_ROLES = ("dependency_head", "dependent")
 ALIGNMENT_ROLES = ("aligned_output", "aligned_input")
+
+#: Which of two roles names a head when both explain it equally well: the more telling one. In a causal site the token
+#: before a subword is a subword of the same word, so that a head that keeps a distance also merges words; a head that
+#: looks at the question mark also looks at punctuation.
+PRECEDENCE = (
+    "question",
+    "previous",
+    "next",
+    "aligned_output",
+    "aligned_input",
+    "dependency_head",
+    "dependent",
+    "subword",
+    "current",
+    "induction",
+    "repeated",
+    "first",
+    "special",
+    "punctuation",
+)
+#: Strengths closer than this count as equal.
+TIE = 0.05
 
 #: What a head of each role does, to follow "looks at".
 ROLE_PHRASES = {
@@ -90,6 +113,20 @@ def strength(score: Tensor, chance: Tensor) -> Tensor:
     """Score corrected for chance as in Cohen's kappa; NaN where an even head would score 1 already."""
     return torch.where(
         chance < 1.0, (score - chance) / (1.0 - chance).clamp(min=1e-12), torch.full_like(score, float("nan"))
+    )
+
+
+def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
+    """The role that explains a head best, or None without any.
+
+    Args:
+        roles: candidates; among those within :data:`TIE` of the strongest, :data:`PRECEDENCE` decides.
+    """
+    if not roles:
+        return None
+    strongest = max(role.strength for role in roles)
+    return min(
+        (role for role in roles if role.strength >= strongest - TIE), key=lambda role: PRECEDENCE.index(role.role)
     )
 
 

@@ -21,6 +21,7 @@ class SentencePair:
         head: the head.
         sparse: index of the first sentence; ``sparse_density`` its density, ``sparse_text`` its text.
         dense: index of the second; ``dense_density``, ``dense_text`` likewise.
+        length_class: index into :data:`LENGTH_CLASSES`.
     """
 
     layer: int
@@ -31,6 +32,8 @@ class SentencePair:
     dense: int
     dense_density: float
     dense_text: str
+
+    length_class: int = 0
 
     @property
     def gap(self) -> float:
@@ -128,6 +131,7 @@ class SentenceExtremes:
                     dense=dense,
                     dense_density=float(self.values[0, layer, head, length_class, 0]),
                     dense_text=self.texts.get(dense, ""),
+                    length_class=length_class,
                 )
             )
         return sorted(result, key=lambda pair: -pair.gap)

@@ -11,7 +11,7 @@ from .accumulate import CONFIDENCE_BINS, DENSITY_BINS, DIRECTIONS, OFFSETS
 from .context import ALIGNMENT_STEPS
 from .metrics.diversity import normalize_divergence
 from .metrics.gold import ALIGNMENT_METHODS, error_rate
-from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES, HeadRole, strength
+from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES, HeadRole, best_role, strength
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class SiteStatistics:
                     for r in self.ranked_roles(layer, head)
                     if r.strength >= min_strength and r.evidence >= min_evidence
                 ]
-                row.append(fit[0] if fit else None)
+                row.append(best_role(fit))
             result.append(row)
         return result
 

@@ -1,0 +1,417 @@
+"""The whole analysis: models and data in, report and tables out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .alignments import AlignedPair, read_alignments
+from .batches import check_vocabulary, vocabulary_size
+from .collect import AnalysisError, collect
+from .conllu import DependencySentence, read_conllu
+from .data import TextRecord, read_data
+from .encode import Encoder
+from .examples import collect_examples
+from .importance import head_importance
+from .report import write_report
+from .statistics import AttentionStatistics
+from .words import INTERROGATIVE_WORDS
+
+#: Task -> the Auto class that loads it.
+TASKS = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "feature-extraction": "AutoModel",
+}
+_TASK_OF_CLASS = (
+    ("ForConditionalGeneration", "seq2seq"),
+    ("ForSeq2SeqLM", "seq2seq"),
+    ("MTModel", "seq2seq"),
+    ("EncoderDecoderModel", "seq2seq"),
+    ("ForCausalLM", "causal-lm"),
+    ("LMHeadModel", "causal-lm"),
+    ("ForMaskedLM", "masked-lm"),
+    ("ForPreTraining", "masked-lm"),
+    ("ForSequenceClassification", "sequence-classification"),
+    ("ForTokenClassification", "token-classification"),
+)
+
+
+@dataclass
+class Analysis:
+    """What :func:`analyze` returns.
+
+    Attributes:
+        statistics: of every model, the main one first.
+        report: the HTML file, or None on processes other than the main one.
+        problems: parts that failed and are missing from the report.
+    """
+
+    statistics: list[AttentionStatistics]
+    report: Path | None
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Gold:
+    sentences: list[DependencySentence] = field(default_factory=list)
+    pairs: list[AlignedPair] = field(default_factory=list)
+
+
+def analyze(
+    model: Any,
+    data: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: Any = None,
+    task: str | None = None,
+    compare: Sequence[Any] = (),
+    conllu: str | os.PathLike[str] | None = None,
+    alignments: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] = "attention-report",
+    source_column: str | None = None,
+    target_column: str | None = None,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    max_sentences: int = 2000,
+    batch_size: int = 16,
+    max_length: int | None = None,
+    language: str = "en",
+    importance: str = "gradient",
+    importance_sentences: int = 64,
+    num_examples: int = 6,
+    figures: bool = True,
+    device: str | None = None,
+    title: str | None = None,
+    progress: bool = True,
+    warn: Callable[[str], Any] | None = None,
+) -> Analysis:
+    """Measures what the heads of one or several models do on some text and writes a report.
+
+    Under ``accelerate launch`` the data are shared out among the processes. What can be measured is measured: a broken
+    gold file or a batch that cannot be used is reported and left out, everything else goes on.
+
+    Args:
+        model: Hub id, folder, or a loaded Transformers model; patched or plain.
+        data: text file, table or Hub data set, see :func:`hf_entmax.analysis.data.read_data`; default: the sentences of
+            ``conllu`` or the pairs of ``alignments``.
+        tokenizer: for a loaded ``model``; default: loaded from its name or path.
+        task: one of :data:`TASKS`; default: from the model's configuration.
+        compare: further models (ids, folders, or loaded models), shown side by side with the first.
+        conllu: treebank (CoNLL-U) with gold dependency heads.
+        alignments: gold word alignments, see :func:`hf_entmax.analysis.alignments.read_alignments`.
+        out: folder of the report; created, files in it are overwritten.
+        source_column: of ``data``. target_column: likewise.
+        target_column: of ``data``.
+        split: of a Hub data set.
+        dataset_config: of a Hub data set.
+        max_sentences: read at most so many sentences of each file.
+        batch_size: sentences per batch.
+        max_length: longest sequence in tokens; default: what the model allows.
+        language: ISO 639-1 code, for words that ask.
+        importance: "gradient", "masking", "both" or "none". Masking costs one pass per head.
+        importance_sentences: sentences used for it.
+        num_examples: sentences kept for the viewer.
+        figures: draw figures (needs matplotlib).
+        device: "cpu", "cuda", ...; default: what Accelerate chooses.
+        title: heading of the report.
+        progress: show progress bars.
+        warn: called with every problem as it comes up; default: nothing, they are in the result and the report.
+
+    Returns:
+        The statistics, the path of the report and the list of problems.
+
+    Raises:
+        FileNotFoundError: no such file or data set.
+        ValueError: an unknown option, no data, attention that cannot be seen.
+    """
+    from accelerate import Accelerator
+
+    _check_options(task, importance, language, max_sentences, importance_sentences, num_examples)
+    accelerator = Accelerator(cpu=device == "cpu")
+    problems: list[str] = []
+
+    def report_problem(text: str) -> None:
+        problems.append(text)
+        if warn is not None and accelerator.is_main_process:
+            warn(text)
+
+    gold = _read_gold(conllu, alignments, max_sentences, report_problem)
+    records = _records(data, gold, source_column, target_column, split, dataset_config, max_sentences)
+    statistics = []
+    for place, entry in enumerate([model, *compare]):
+        loaded, words, name = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
+        name = _distinct(name, [other.name for other in statistics])
+        run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
+        statistics.append(run.measure(records, gold, importance, importance_sentences, num_examples))
+        del loaded, run
+    path = None
+    if accelerator.is_main_process:
+        for other in statistics:
+            other.info |= {"data": str(data or conllu or alignments), "max_sentences": max_sentences}
+        target = Path(out)
+        path = write_report(statistics, target, title=title, figures=figures)
+        for place, other in enumerate(statistics):
+            other.save(path.parent / f"statistics-{place}.safetensors")
+    accelerator.wait_for_everyone()
+    return Analysis(statistics, path, problems)
+
+
+class _Run:
+    """The analysis of one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        accelerator: Any,
+        warn: Callable[[str], None],
+        language: str,
+        batch_size: int,
+        max_length: int | None,
+        progress: bool,
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.accelerator = model, tokenizer, name, accelerator
+        self.warn, self.batch_size, self.max_length, self.progress = warn, batch_size, max_length, progress
+        self.options = {
+            "tokenizer": tokenizer,
+            "accelerator": accelerator,
+            "interrogatives": INTERROGATIVE_WORDS[language],
+            "progress": progress,
+            "on_error": "skip",
+            "name": name,
+        }
+        size = vocabulary_size(model)
+        if size is not None and len(tokenizer) > size:
+            self.warn(
+                f"{name}: the tokenizer has {len(tokenizer)} entries, the model's embedding only {size}; "
+                "sentences with ids beyond it are left out."
+            )
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.model, self.tokenizer, self.batch_size, self.max_length)
+
+    def measure(
+        self, records: list[TextRecord], gold: _Gold, importance: str, importance_sentences: int, num_examples: int
+    ) -> AttentionStatistics:
+        encoder = self.encoder()
+        paired = all(record.target is not None for record in records)
+        sites = ("encoder_self",) if encoder.encoder_decoder and not paired else None
+        statistics = collect(
+            self.model, encoder.texts(records), sites=sites, total=-(-len(records) // self.batch_size), **self.options
+        )
+        for note in statistics.notes:
+            self.warn(f"{self.name}: {note}")
+        statistics.notes += encoder.remarks()
+        if sites is not None:
+            statistics.notes.append(
+                "The data have no target sentences: cross-attention and decoder self-attention are left out."
+            )
+        if gold.sentences:
+            batches = lambda part: part.dependencies(gold.sentences)  # noqa: E731
+            self._gold(
+                statistics,
+                "dependency",
+                "treebank",
+                batches,
+                len(gold.sentences),
+                ("encoder_self",) if encoder.encoder_decoder else None,
+            )
+        if gold.pairs and not encoder.encoder_decoder:
+            self.warn(
+                f"{self.name}: word alignments need cross-attention, which {type(self.model).__name__} does not have."
+            )
+        elif gold.pairs:
+            self._gold(
+                statistics,
+                "alignment",
+                "alignments",
+                lambda part: part.alignments(gold.pairs),
+                len(gold.pairs),
+                ("cross",),
+            )
+        self._importance(statistics, records[:importance_sentences], importance, paired)
+        if num_examples and self.accelerator.is_main_process:
+            statistics.examples = self._examples(records, num_examples, sites)
+        return statistics
+
+    def _gold(
+        self,
+        statistics: AttentionStatistics,
+        group: str,
+        what: str,
+        batches: Callable[[Encoder], Any],
+        count: int,
+        sites: Any,
+    ) -> None:
+        encoder = self.encoder()
+        try:
+            options = self.options | {"name": f"{self.name} ({what})"}
+            total = -(-count // self.batch_size)
+            found = collect(self.model, batches(encoder), groups=(group,), sites=sites, total=total, **options)
+        except (AnalysisError, ValueError) as error:
+            self.warn(f"{self.name}: the {what} could not be used: {error}")
+            statistics.notes.append(f"The {what} could not be used: {error}")
+            return
+        found.notes += encoder.remarks(what)
+        statistics.update(found)
+
+    def _importance(
+        self, statistics: AttentionStatistics, records: list[TextRecord], importance: str, paired: bool
+    ) -> None:
+        methods = {"none": (), "both": ("masking", "gradient")}.get(importance, (importance,))
+        encoder = self.encoder()
+        if methods and encoder.encoder_decoder and not paired:
+            statistics.notes.append("Head importance needs target sentences and was left out.")
+            return
+        for method in methods:
+            total = -(-len(records) // self.batch_size)
+            try:
+                batches = self.encoder().texts(records, labels=True)
+                statistics.importance[method] = head_importance(
+                    self.model,
+                    batches,
+                    method=method,
+                    accelerator=self.accelerator,
+                    progress=self.progress,
+                    total=total,
+                )
+            except (ValueError, RuntimeError, TypeError) as error:
+                statistics.notes.append(f"Head importance ({method}) was left out: {error}")
+
+    def _examples(self, records: list[TextRecord], limit: int, sites: Any) -> list[Any]:
+        encoder = Encoder(self.model, self.tokenizer, 1, self.max_length)
+        chosen = _varied(records, limit * 8)
+        try:
+            examples = collect_examples(self.model, encoder.texts(chosen), self.tokenizer, limit)
+        except (ValueError, RuntimeError, IndexError) as error:
+            self.warn(f"{self.name}: no sentence could be kept for the viewer: {error}")
+            return []
+        for example in examples:
+            if sites is not None:
+                example.sites = {name: site for name, site in example.sites.items() if name in sites}
+                example.target = ""
+        return examples
+
+
+def _varied(records: list[TextRecord], limit: int) -> list[TextRecord]:
+    """Candidates for the viewer: a question or two first, then sentences of middling length in their order."""
+    middling = [record for record in records if 20 <= len(record.source) <= 120] or records
+    questions = [record for record in middling if record.source.rstrip().endswith("?")][:2]
+    return [*questions, *[record for record in middling if record not in questions]][:limit]
+
+
+def _check_options(
+    task: str | None, importance: str, language: str, max_sentences: int, importance_sentences: int, num_examples: int
+) -> None:
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task is {task!r}; allowed are {', '.join(TASKS)}.")
+    if importance not in ("none", "gradient", "masking", "both"):
+        raise ValueError(f"importance is {importance!r}; allowed are none, gradient, masking and both.")
+    if language not in INTERROGATIVE_WORDS:
+        raise ValueError(
+            f"language is {language!r}; interrogative words are known for {', '.join(INTERROGATIVE_WORDS)}."
+        )
+    for what, value, least in (
+        ("max_sentences", max_sentences, 1),
+        ("importance_sentences", importance_sentences, 1),
+        ("num_examples", num_examples, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{what} is {value}; it must be at least {least}.")
+
+
+def _read_gold(conllu: Any, alignments: Any, limit: int, warn: Callable[[str], None]) -> _Gold:
+    gold = _Gold()
+    if conllu is not None:
+        try:
+            gold.sentences = read_conllu(conllu)[:limit]
+        except ValueError as error:
+            warn(f"{error} Statistics of dependencies are left out.")
+    if alignments is not None:
+        try:
+            gold.pairs = read_alignments(alignments)[:limit]
+        except ValueError as error:
+            warn(f"{error} Statistics of alignments are left out.")
+    return gold
+
+
+def _records(
+    data: Any, gold: _Gold, source: str | None, target: str | None, split: str | None, config: str | None, limit: int
+) -> list[TextRecord]:
+    if data is not None:
+        return read_data(
+            data, source_column=source, target_column=target, split=split, dataset_config=config, limit=limit
+        )
+    if gold.pairs:
+        return [TextRecord(" ".join(pair.source), " ".join(pair.target)) for pair in gold.pairs]
+    if gold.sentences:
+        return [TextRecord(sentence.text) for sentence in gold.sentences]
+    raise ValueError(
+        "there is no text to analyse: pass data (a file or a Hub data set), or a readable treebank or alignment file."
+    )
+
+
+def infer_task(config: Any) -> str:
+    """The task a configuration was saved for: from its architecture, else from its kind."""
+    names = getattr(config, "architectures", None) or []
+    for name in names:
+        for part, task in _TASK_OF_CLASS:
+            if name.endswith(part):
+                return task
+    if getattr(config, "is_encoder_decoder", False):
+        return "seq2seq"
+    return "feature-extraction"
+
+
+def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[Any, Any, str]:
+    import transformers
+
+    if not isinstance(entry, (str, os.PathLike)):
+        name = getattr(entry, "name_or_path", "") or type(entry).__name__
+        if tokenizer is None:
+            if not getattr(entry, "name_or_path", ""):
+                raise ValueError(
+                    "a model that was not loaded from a name or folder needs its tokenizer: pass tokenizer=."
+                )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(entry.name_or_path)
+        return entry, tokenizer, Path(name).name or name
+    entry = os.fspath(entry)
+    config = transformers.AutoConfig.from_pretrained(entry)
+    # The class that was saved, unless the user wants another head.
+    own = (getattr(config, "architectures", None) or [None])[0]
+    loader = getattr(transformers, str(own), None) if task is None else None
+    loader = loader or getattr(transformers, TASKS[task or infer_task(config)])
+    try:
+        loaded = loader.from_pretrained(entry)
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            kind = type(config).__name__
+            raise ValueError(
+                f"{entry}: a {kind} model does not load as {task or infer_task(config)}; pass another task ({', '.join(TASKS)})."
+            ) from error
+        raise
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(entry)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{entry}: no tokenizer can be loaded from there ({error}). Save the tokenizer with the model."
+        ) from error
+    return loaded.to(device), tokenizer, Path(entry).name or entry
+
+
+def _distinct(name: str, taken: list[str]) -> str:
+    number = 2
+    wanted = name
+    while name in taken:
+        name, number = f"{wanted} ({number})", number + 1
+    return name
+
+
+__all__ = ["TASKS", "Analysis", "analyze", "check_vocabulary", "infer_task"]

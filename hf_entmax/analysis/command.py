@@ -1,0 +1,131 @@
+"""``hf-entmax analyze``: the analysis from the shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def analyze_command(
+    model: Annotated[str, typer.Argument(help="A Hub id or a directory; patched or plain softmax.")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to run: .txt, .tsv, .csv or .jsonl (also .gz), or a Hub data set. Default: the gold data.",
+            metavar="FILE_OR_HUB",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="seq2seq, causal-lm, masked-lm, sequence-classification, token-classification or feature-extraction; "
+            "default: from the model."
+        ),
+    ] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Another model to show side by side; repeatable.", metavar="MODEL2")
+    ] = None,
+    conllu: Annotated[
+        Path | None, typer.Option(help="Treebank in CoNLL-U: attention to gold dependency heads.", metavar="F")
+    ] = None,
+    alignments: Annotated[
+        Path | None,
+        typer.Option(help="Gold word alignments (JSON lines or Pharaoh): error rate of cross-attention.", metavar="F"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report, the tables and the sums.", metavar="DIR")] = Path(
+        "attention-report"
+    ),
+    max_sentences: Annotated[int, typer.Option(help="Read at most so many sentences of each file.")] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Sentences per batch.")] = 16,
+    max_length: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens; default: what the model allows.")
+    ] = None,
+    source_column: Annotated[str | None, typer.Option(help="Column or field of the text.")] = None,
+    target_column: Annotated[str | None, typer.Option(help="Column or field of the target text.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a Hub data set.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set, such as de-en.")] = None,
+    language: Annotated[str, typer.Option(help="Language of the words that ask (ISO 639-1).")] = "en",
+    importance: Annotated[str, typer.Option(help="none, gradient, masking (one pass per head) or both.")] = "gradient",
+    importance_sentences: Annotated[int, typer.Option(help="Sentences used for head importance.")] = 64,
+    examples: Annotated[int, typer.Option(help="Sentences kept for the viewer.")] = 6,
+    figures: Annotated[bool, typer.Option(help="Draw figures (needs matplotlib).")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the best there is.")] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the report.")] = None,
+) -> None:
+    """Say what every attention head does: statistics, roles, figures and one report to open in a browser."""
+    from .analyze import analyze
+
+    errors = Console(stderr=True)
+    result = analyze(
+        model,
+        data,
+        task=task,
+        compare=compare or (),
+        conllu=conllu,
+        alignments=alignments,
+        out=out,
+        source_column=source_column,
+        target_column=target_column,
+        split=split,
+        dataset_config=dataset_config,
+        max_sentences=max_sentences,
+        batch_size=batch_size,
+        max_length=max_length,
+        language=language,
+        importance=importance,
+        importance_sentences=importance_sentences,
+        num_examples=examples,
+        figures=figures,
+        device=device,
+        title=title,
+        warn=lambda text: errors.print(f"[yellow]{_escape(text)}[/]"),
+    )
+    if result.report is None:  # not the main process
+        return
+    from .summary import summarize
+
+    console = Console()
+    for statistics in result.statistics:
+        console.print(_site_table(statistics))
+        for finding in summarize(statistics):
+            console.print(f"[bold]{finding.topic:>12}[/]  {_escape(finding.text)}")
+        for note in statistics.notes:
+            console.print(f"[yellow]{'note':>12}[/]  {_escape(note)}")
+    console.print(f"\nReport: {result.report.resolve()}")
+    if result.problems:
+        errors.print(f"[red]{len(result.problems)} part(s) are missing from the report, see above.[/]")
+        raise typer.Exit(1)
+
+
+def _site_table(statistics) -> Table:
+    from .summary import percent
+    from .tables import site_rows
+
+    table = Table(title=f"{statistics.name}: {statistics.num_sentences:,} sentences")
+    for name in ("site", "layers", "heads", "density", "keys per query", "JS (log heads)", "mean alpha"):
+        table.add_column(name, justify="left" if name == "site" else "right")
+    for row in site_rows(statistics):
+        table.add_row(
+            row["site"],
+            str(row["layers"]),
+            str(row["heads"]),
+            percent(row["density"]) if row["density"] is not None else "–",
+            _number(row["mean_support"], 1),
+            _number(row["head_diversity"], 3),
+            _number(row["alpha_mean"], 3),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,187 @@
+"""Attention of a few sentences in full, for the viewer and for attention maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.integration.discovery import AttentionSite
+from hf_entmax.integration.observe import observe_attention
+
+from .batches import evaluation_mode, prepare_batch
+from .words import TokenTable, token_table, word_ids
+
+
+_FEWEST_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as it is shown.
+
+    Attributes:
+        text: without marks of the tokenizer.
+        continues: belongs to the same word as the token before it.
+        special: no part of the text.
+    """
+
+    text: str
+    continues: bool = False
+    special: bool = False
+
+
+@dataclass
+class SiteExample:
+    """Attention of all heads of a site on one sentence.
+
+    Attributes:
+        queries: tokens of the rows.
+        keys: tokens of the columns.
+        weights: float32 [layers, heads, T_q, T_k]; heads that a layer does not have are zero.
+    """
+
+    queries: list[Token]
+    keys: list[Token]
+    weights: Tensor
+
+
+@dataclass
+class Example:
+    """One sentence (pair) with the attention of every site.
+
+    Attributes:
+        text: the source, or the only, sentence.
+        target: the target sentence, or "".
+        sites: attention by site.
+    """
+
+    text: str
+    target: str = ""
+    sites: dict[str, SiteExample] = field(default_factory=dict)
+
+
+def collect_examples(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    limit: int = 6,
+    max_tokens: int = 40,
+) -> list[Example]:
+    """Runs single sentences and keeps all their attention weights.
+
+    Args:
+        model: a Transformers model.
+        batches: as for :func:`hf_entmax.analysis.collect`.
+        tokenizer: names the tokens.
+        limit: stop after so many sentences.
+        max_tokens: skip sentences with more tokens on either side; if all are longer, the shortest one is taken.
+
+    Returns:
+        At most ``limit`` examples.
+    """
+    try:
+        table = token_table(tokenizer)
+    except ValueError:
+        table = None
+    examples: list[Example] = []
+    few: list[dict[str, Any]] = []
+    shortest: tuple[int, dict[str, Any]] | None = None
+    for batch in batches:
+        size = next(int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor))
+        for place in range(size):
+            single = {key: value[place : place + 1] for key, value in batch.items() if isinstance(value, Tensor)}
+            length = _longest(single)
+            if shortest is None or length < shortest[0]:
+                shortest = (length, single)
+            if length > max_tokens:
+                continue
+            if length < _FEWEST_TOKENS:  # too little to see, unless there is nothing else
+                few = few if len(few) >= limit else [*few, single]
+                continue
+            examples.append(_run(model, single, tokenizer, table))
+            if len(examples) == limit:
+                return examples
+    examples += [_run(model, single, tokenizer, table) for single in few[: limit - len(examples)]]
+    if not examples and shortest is not None:
+        examples.append(_run(model, shortest[1], tokenizer, table))
+    return examples
+
+
+def _longest(single: Mapping[str, Tensor]) -> int:
+    lengths = [0]
+    for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        if mask in single:
+            lengths.append(int(single[mask].sum()))
+        elif ids in single:
+            lengths.append(single[ids].shape[1])
+    if "labels" in single:
+        lengths.append(int((single["labels"] != -100).sum()))
+    return max(lengths)
+
+
+@torch.no_grad()
+def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable | None) -> Example:
+    info = prepare_batch(model, single)
+    seen: dict[str, list[Tensor]] = {}
+
+    def keep(site: AttentionSite, weights: Tensor) -> None:
+        queries, keys = _real(info, site.site, False), _real(info, site.site, True)
+        kept = weights[0].float()
+        if queries is not None and len(queries) == kept.shape[1]:
+            kept = kept[:, queries]
+        if keys is not None and len(keys) == kept.shape[2]:
+            kept = kept[:, :, keys]
+        seen.setdefault(site.site, []).append(kept.cpu())
+
+    with evaluation_mode(model), observe_attention(model, keep):
+        model(**info.inputs)
+    example = Example(text=_text(info.input_ids, info.mask, tokenizer))
+    if info.decoder_ids is not None:
+        example.target = _text(info.decoder_ids, info.decoder_mask, tokenizer)
+    for site, layers in seen.items():
+        heads = max(layer.shape[0] for layer in layers)
+        weights = torch.zeros(len(layers), heads, *layers[0].shape[1:])
+        for place, layer in enumerate(layers):
+            weights[place, : layer.shape[0]] = layer
+        query_ids, query_mask = info.tokens(site)
+        key_ids, key_mask = (info.input_ids, info.mask) if site == "cross" else (query_ids, query_mask)
+        queries = _tokens(query_ids, query_mask, tokenizer, table, weights.shape[2])
+        keys = _tokens(key_ids, key_mask, tokenizer, table, weights.shape[3])
+        example.sites[site] = SiteExample(queries, keys, weights)
+    return example
+
+
+def _real(info: Any, site: str, keys: bool) -> Tensor | None:
+    mask = info.mask if keys and site == "cross" else info.tokens(site)[1]
+    return None if mask is None else mask[0].cpu()
+
+
+def _text(ids: Tensor | None, mask: Tensor | None, tokenizer: Any) -> str:
+    if ids is None:
+        return ""
+    row = ids[0] if mask is None else ids[0][mask[0]]
+    return tokenizer.decode(row.tolist(), skip_special_tokens=True)
+
+
+def _tokens(
+    ids: Tensor | None, mask: Tensor | None, tokenizer: Any, table: TokenTable | None, length: int
+) -> list[Token]:
+    if ids is None:
+        return [Token(str(place)) for place in range(length)]
+    row = (ids[0] if mask is None else ids[0][mask[0]]).cpu()
+    if len(row) != length:
+        return [Token(str(place)) for place in range(length)]
+    names = tokenizer.convert_ids_to_tokens(row.tolist())
+    if table is None or int(row.max()) >= len(table):
+        return [Token(name) for name in names]
+    words = word_ids(table, row.unsqueeze(0))[0].tolist()
+    tokens = []
+    for place, index in enumerate(row.tolist()):
+        continues = place > 0 and words[place] >= 0 and words[place] == words[place - 1]
+        text = table.surface[index].strip("Ġ ▁") or table.surface[index]
+        tokens.append(Token(text if text.strip() else names[place], continues, bool(table.special[index])))
+    return tokens

@@ -1,0 +1,221 @@
+"""How much a model needs each head: the loss without it, and the gradient of the loss with respect to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_entmax.integration.discovery import AttentionSite, attention_sites
+from hf_entmax.integration.interface import IMPLEMENTATION
+from hf_entmax.integration.observe import observe_attention
+
+from .batches import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+METHODS = ("masking", "gradient")
+#: Given a site and how often its module ran before in this pass, a factor broadcastable to [B, T_q, H, D], or None.
+Gate = Callable[[AttentionSite, int], "Tensor | None"]
+
+
+@contextlib.contextmanager
+def gate_heads(model: Any, gate: Gate) -> Iterator[None]:
+    """Multiplies the output of every head by a factor while the block runs.
+
+    Args:
+        model: a Transformers model, patched or plain.
+        gate: called at every attention call.
+
+    Raises:
+        ValueError: some attention of the model cannot be reached.
+    """
+    sites = {id(site.module): site for site in attention_sites(model)}
+    calls: Counter[int] = Counter()
+    restart = model.register_forward_pre_hook(lambda *_: calls.clear())
+    original = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+
+    def gated(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, weights = original(module, *args, **kwargs)
+        site = sites.get(id(module))
+        if site is not None:
+            factor = gate(site, calls[id(module)])
+            calls[id(module)] += 1
+            if factor is not None:
+                out = out * factor.to(out.dtype)
+        return out, weights
+
+    # An entry of the instance goes before the registered one and is taken away again afterwards.
+    ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = gated
+    try:
+        with observe_attention(model, lambda *_: None):
+            yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        restart.remove()
+
+
+def head_importance(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    method: Literal["masking", "gradient"] = "gradient",
+    accelerator: Accelerator | None = None,
+    progress: bool = False,
+    total: int | None = None,
+) -> dict[str, Tensor]:
+    r"""Importance of every head for the loss.
+
+    "masking" removes one head at a time and reports by how much the loss rises:
+    :math:`I_h = (\mathcal{L}(\xi_h = 0) - \mathcal{L}) / N`. It costs one pass over the data per head.
+
+    "gradient" needs one forward and backward pass: :math:`I_h = \frac{1}{N} \sum_x |\partial \mathcal{L}(x) / \partial \xi_h|`
+    with a factor :math:`\xi_h = 1` on the output of the head. Both sum the loss :math:`\mathcal{L}` over the N labels.
+
+    Args:
+        model: a Transformers model with a loss, patched or plain.
+        batches: dicts with ``labels``; the same for every process.
+        method: "masking" or "gradient".
+        accelerator: shards the batches over its processes and adds up the results.
+        progress: show a progress bar on the main process.
+        total: number of batches, for the bar.
+
+    Returns:
+        ``{site: float64 [layers, heads]}`` in nats per label; "masking" is negative where the model is better off
+        without a head. NaN for heads a layer does not have.
+
+    Raises:
+        ValueError: an unknown method, batches without labels, a model without a loss, no data.
+
+    Reference:
+        Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", sections 3.2 and 4.1.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; allowed are {', '.join(map(repr, METHODS))}.")
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    heads = _heads(model)
+    sums = {key: torch.zeros(count, dtype=torch.float64) for key, count in heads.items()}
+    counted = torch.zeros(1, dtype=torch.float64)
+    bar = _bar(progress and rank == 0, total, method)
+    add = _add_masking if method == "masking" else _add_gradient
+    with evaluation_mode(model):
+        for number, batch in enumerate(batches):
+            if number % world == rank:
+                info, inputs, labels = _with_labels(model, batch)
+                counted += add(model, info, inputs, labels, sums)
+            bar(1)
+    if accelerator is not None and world > 1:
+        from accelerate.utils import gather_object
+
+        # A process without a batch has not met the repeated calls of a shared module.
+        for key, count in gather_object([(key, len(value)) for key, value in sums.items()]):
+            sums.setdefault(key, torch.zeros(count, dtype=torch.float64))
+        sums = dict(sorted(sums.items()))
+        flat = torch.cat([counted, *sums.values()])
+        flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()  # type: ignore[union-attr]
+        counted, *parts = flat.split([1, *[len(value) for value in sums.values()]])
+        sums = dict(zip(sums, parts, strict=True))
+    if not float(counted):
+        raise ValueError("head importance needs at least one label that counts; there was none.")
+    result: dict[str, Tensor] = {}
+    for site in dict.fromkeys(site for site, _, _ in sums):
+        rows = [value / counted for (name, _, _), value in sums.items() if name == site]
+        widest = max(map(len, rows))
+        table = torch.full((len(rows), widest), float("nan"), dtype=torch.float64)
+        for place, row in enumerate(rows):
+            table[place, : len(row)] = row
+        result[site] = table
+    return result
+
+
+def _heads(model: Any) -> dict[tuple[str, str, int], int]:
+    """Number of heads by (site, module name, call)."""
+    return {(site.site, site.name, 0): site.num_heads for site in attention_sites(model)}
+
+
+def _with_labels(model: Any, batch: Mapping[str, Any]) -> tuple[BatchInfo, dict[str, Any], Tensor]:
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+        raise ValueError("head importance needs 'labels' in every batch: without a loss there is nothing to lose.")
+    info = prepare_batch(model, batch)
+    labels = batch["labels"].to(next(model.parameters()).device)
+    inputs = {key: value for key, value in info.inputs.items() if key != "logits_to_keep"} | {"labels": labels}
+    return info, inputs, labels
+
+
+def _total_loss(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    loss = getattr(model(**inputs), "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returns no loss: use a model with a head (AutoModelForSeq2SeqLM, ...)."
+        )
+    return loss * _num_labels(model, inputs, labels)
+
+
+def _num_labels(model: Any, inputs: dict[str, Any], labels: Tensor) -> int:
+    """Labels the model's mean loss is taken over; causal language models do not predict the first token."""
+    if labels.dim() < 2:
+        return labels.shape[0]
+    ids = inputs.get("input_ids")
+    shifted = (
+        not is_encoder_decoder(model)
+        and ids is not None
+        and labels.shape == ids.shape
+        and any(site.site == "decoder_self" for site in attention_sites(model))
+        and "TokenClassification" not in type(model).__name__
+    )
+    return int(((labels[:, 1:] if shifted else labels) != -100).sum())
+
+
+def _add_masking(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Tensor, sums: dict[Any, Tensor]) -> int:
+    target: list[tuple[str, int, int] | None] = [None]
+    found: dict[tuple[str, str, int], int] = {}
+
+    def gate(site: AttentionSite, call: int) -> Tensor | None:
+        found[(site.site, site.name, call)] = site.num_heads
+        if target[0] is None or target[0][:2] != (site.name, call):
+            return None
+        factor = torch.ones(1, 1, site.num_heads, 1, device=labels.device)
+        factor[:, :, target[0][2]] = 0.0
+        return factor
+
+    with torch.no_grad(), gate_heads(model, gate):
+        intact = float(_total_loss(model, inputs, labels))
+        for key, count in list(found.items()):
+            sums.setdefault(key, torch.zeros(count, dtype=torch.float64))
+            for head in range(count):
+                target[0] = (key[1], key[2], head)
+                sums[key][head] += float(_total_loss(model, inputs, labels)) - intact
+    return _num_labels(model, inputs, labels)
+
+
+def _add_gradient(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Tensor, sums: dict[Any, Tensor]) -> int:
+    factors: dict[tuple[str, str, int], Tensor] = {}
+
+    def gate(site: AttentionSite, call: int) -> Tensor:
+        # One factor per sentence, so that gradients of opposite sign do not cancel.
+        factor = torch.ones(info.size, 1, site.num_heads, 1, device=labels.device, requires_grad=True)
+        factors[(site.site, site.name, call)] = factor
+        return factor
+
+    with torch.enable_grad(), gate_heads(model, gate):
+        loss = _total_loss(model, inputs, labels)
+        gradients = torch.autograd.grad(loss, list(factors.values()), allow_unused=True)
+    for key, gradient in zip(factors, gradients, strict=True):
+        if gradient is not None:
+            value = gradient.detach().double().abs().sum(dim=(0, 1, 3)).cpu()
+            sums[key] = sums.get(key, torch.zeros_like(value)) + value
+    return _num_labels(model, inputs, labels)
+
+
+def _bar(show: bool, total: int | None, method: str) -> Callable[[int], Any]:
+    if not show:
+        return lambda _: None
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc=f"head importance ({method})", unit="batch", leave=False).update

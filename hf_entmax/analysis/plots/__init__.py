@@ -1,0 +1,26 @@
+"""Figures of attention heads. Every function returns a matplotlib ``Figure``; nothing is shown or saved.
+
+matplotlib is imported when a figure is drawn: ``pip install hf_entmax[figures]``.
+"""
+
+from .alphas import alpha_against_density, alpha_histograms, alpha_trajectories
+from .curves import entmax_curves
+from .densities import density_by_site, density_histograms, head_diversity, sorted_density
+from .heads import attention_map, attention_maps, distance_profile, head_importance, head_roles, positional_heads
+
+__all__ = [
+    "alpha_against_density",
+    "alpha_histograms",
+    "alpha_trajectories",
+    "attention_map",
+    "attention_maps",
+    "density_by_site",
+    "density_histograms",
+    "distance_profile",
+    "entmax_curves",
+    "head_diversity",
+    "head_importance",
+    "head_roles",
+    "positional_heads",
+    "sorted_density",
+]

@@ -1,0 +1,206 @@
+"""Figures of density and diversity: histograms, sorted heads per layer, divergence per layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .style import (
+    HATCHES,
+    LINE_STYLES,
+    MARKERS,
+    PALETTE,
+    SITE_COLOURS,
+    all_sites,
+    finite,
+    house_style,
+    named_models,
+    new_figure,
+    per_site,
+    site_title,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def density_histograms(models: Any, bins: int = 20) -> Figure:
+    """Histogram of the densities of the heads of every site, one row of panels per model.
+
+    Args:
+        models: ``AttentionStatistics`` or several of them, ``{site: [layers, heads]}``, or ``{name: either}``.
+        bins: of each histogram.
+
+    Returns:
+        A Figure; rows are models, columns are sites.
+
+    Raises:
+        TypeError: a wrong type. ValueError: nothing to draw.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figure 4.
+    """
+    named = named_models(models, "density")
+    sites = all_sites(named)
+    with house_style():
+        figure, axes = new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
+        for row, (name, densities) in zip(axes, named.items(), strict=True):
+            for place, (axis, site) in enumerate(zip(row, sites, strict=True)):
+                if site not in densities:
+                    axis.set_visible(False)
+                    continue
+                values = [100 * value for value in finite(densities[site])]
+                axis.hist(
+                    values, bins=bins, range=(0, 100), color=SITE_COLOURS.get(site, PALETTE[place]), edgecolor="white"
+                )
+                if values:
+                    mean = sum(values) / len(values)
+                    axis.axvline(mean, color="#1b1f24", linewidth=1, linestyle="--")
+                    near = mean > 60
+                    axis.annotate(
+                        f"mean {mean:.0f} %",
+                        (mean, 0.94),
+                        xycoords=("data", "axes fraction"),
+                        xytext=(-4 if near else 4, 0),
+                        textcoords="offset points",
+                        ha="right" if near else "left",
+                        va="top",
+                        fontsize=8,
+                    )
+                axis.margins(y=0.18)
+                if row is axes[0]:
+                    axis.set_title(site_title(site))
+            row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
+        for axis in axes[-1]:
+            axis.set_xlabel("nonzero weights (%)")
+        return figure
+
+
+def sorted_density(densities: Any) -> Figure:
+    """Densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
+
+    Args:
+        densities: ``AttentionStatistics`` or ``{site: [layers, heads]}``.
+
+    Returns:
+        A Figure, one panel per site, one line per layer.
+
+    Raises:
+        TypeError: a wrong type. ValueError: nothing to draw.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figure 5.
+    """
+    values = per_site(densities, "density")
+    sites = all_sites({"": values})
+    with house_style():
+        import matplotlib
+
+        figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
+        for axis, site in zip(axes[0], sites, strict=True):
+            layers = values[site].shape[0]
+            colours = matplotlib.colormaps["viridis"](torch.linspace(0, 0.85, max(layers, 1)).numpy())
+            for layer in range(layers):
+                ordered = sorted(100 * value for value in finite(values[site][layer]))
+                axis.plot(
+                    range(1, len(ordered) + 1),
+                    ordered,
+                    color=colours[layer],
+                    marker=MARKERS[layer % len(MARKERS)],
+                    markersize=4,
+                    linewidth=1.2,
+                    label=f"layer {layer}",
+                )
+            axis.set(title=site_title(site), xlabel="heads of a layer, sparsest first")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.set_ylim(0, 103)
+        axes[0][0].set_ylabel("nonzero weights (%)")
+        deepest = max(axes[0], key=lambda axis: len(axis.lines))
+        figure.legend(*deepest.get_legend_handles_labels(), loc="outside right center")
+        return figure
+
+
+def head_diversity(models: Any) -> Figure:
+    """Divergence between the heads of each layer, for one or several models.
+
+    Args:
+        models: ``AttentionStatistics`` or several of them, ``{site: [layers]}``, or ``{name: either}``.
+
+    Returns:
+        A Figure, one panel per site, one line per model.
+
+    Raises:
+        TypeError: a wrong type. ValueError: nothing to draw.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figure 6.
+    """
+    named = named_models(models, "head_diversity")
+    sites = all_sites(named)
+    with house_style():
+        figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
+        for axis, site in zip(axes[0], sites, strict=True):
+            for place, (name, values) in enumerate(named.items()):
+                if site not in values:
+                    continue
+                axis.plot(
+                    range(len(values[site])),
+                    values[site].numpy(),
+                    color=PALETTE[place % len(PALETTE)],
+                    linestyle=LINE_STYLES[place % len(LINE_STYLES)],
+                    marker=MARKERS[place % len(MARKERS)],
+                    markersize=5,
+                    label=name or None,
+                )
+            axis.set(title=site_title(site), xlabel="layer")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        highest = max(
+            (value for values in named.values() for per_layer in values.values() for value in finite(per_layer)),
+            default=1.0,
+        )
+        axes[0][0].set_ylim(0, max(1.08 * highest, 0.05))
+        if len(named) > 1:
+            axes[0][-1].legend(loc="best")
+        axes[0][0].set_ylabel("JS divergence of heads\n(units of log number of heads)")
+        return figure
+
+
+def density_by_site(models: Any) -> Figure:
+    """Mean density of every site, models side by side.
+
+    Args:
+        models: as for :func:`density_histograms`.
+
+    Returns:
+        A Figure with one group of bars per site.
+
+    Raises:
+        TypeError: a wrong type. ValueError: nothing to draw.
+    """
+    named = named_models(models, "density")
+    sites = all_sites(named)
+    width = 0.8 / len(named)
+    with house_style():
+        figure, axes = new_figure(width=1.6 + 1.5 * len(sites), height=2.8)
+        axis = axes[0][0]
+        for place, (name, values) in enumerate(named.items()):
+            heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
+            positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
+            bars = axis.bar(
+                positions,
+                heights,
+                width * 0.92,
+                color=PALETTE[place % len(PALETTE)],
+                hatch=HATCHES[place % 4],
+                edgecolor="white",
+                label=name,
+            )
+            axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+        axis.set_xticks(range(len(sites)), [site_title(site).replace(" ", "\n", 1) for site in sites])
+        axis.set_ylabel("nonzero weights (%)")
+        axis.set_ylim(0, 112)
+        axis.grid(visible=False, axis="x")
+        if len(named) > 1:
+            axis.legend(loc="upper left", bbox_to_anchor=(0, 1.14), ncols=len(named))
+        return figure

@@ -1,0 +1,371 @@
+"""Figures of single heads and of their roles: attention maps, distance profiles, role grids, importance."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..metrics.position import positional_census
+from ..roles import ROLE_NAMES
+from .style import LINE_STYLES, MARKERS, PALETTE, grid_shape, hide_unused, house_style, new_figure, per_site, site_title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+#: Hatches of the second and third round through the palette.
+HATCHES_BY_TURN = ("", "///", "...")
+
+
+def attention_map(
+    weights: Tensor,
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """One head's attention on one sentence; every nonzero weight is outlined.
+
+    Args:
+        weights: [T_q, T_k] in [0, 1].
+        query_tokens: labels of the rows.
+        key_tokens: labels of the columns; default: ``query_tokens`` for square weights.
+        title: above the map.
+
+    Returns:
+        A Figure.
+
+    Raises:
+        ValueError: labels that do not fit the weights.
+
+    Reference:
+        Peters, Niculae, Martins 2019, figure 5; Correia, Niculae, Martins 2019, figures 7 to 10.
+    """
+    return attention_maps([(title or "", weights, query_tokens, key_tokens)])
+
+
+def attention_maps(
+    maps: Sequence[tuple[str, Tensor, Sequence[str] | None, Sequence[str] | None]], columns: int = 3
+) -> Figure:
+    """Several attention maps side by side.
+
+    Args:
+        maps: ``(title, weights [T_q, T_k], query tokens, key tokens)`` each, as for :func:`attention_map`.
+        columns: at most so many in a row.
+
+    Returns:
+        A Figure.
+
+    Raises:
+        ValueError: no map, or labels that do not fit their weights.
+    """
+    if not maps:
+        raise ValueError("there is no attention map to draw.")
+    checked = [_check_map(*entry) for entry in maps]
+    across, down = grid_shape(len(checked), columns)
+    longest = max(max(weights.shape) for _, weights, _, _ in checked)
+    side = min(max(0.19 * longest + 1.3, 2.6), 9.0)
+    with house_style():
+        figure, axes = new_figure(across, down, width=side, height=side)
+        flat = [axis for row in axes for axis in row]
+        image = None
+        for axis, (title, weights, rows, keys) in zip(flat, checked, strict=False):
+            image = _draw_map(axis, title, weights, rows, keys)
+        hide_unused(axes, len(checked))
+        bar = figure.colorbar(image, ax=flat[: len(checked)], shrink=0.6, fraction=0.03, pad=0.01)
+        bar.set_label("attention weight")
+        bar.outline.set_visible(False)
+        return figure
+
+
+def _check_map(
+    title: str, weights: Tensor, rows: Any, keys: Any
+) -> tuple[str, Tensor, list[str] | None, list[str] | None]:
+    weights = torch.as_tensor(weights).detach().float().cpu()
+    if weights.dim() != 2:
+        raise ValueError(
+            f"an attention map needs weights [T_q, T_k], got {list(weights.shape)}: choose one sentence and one head."
+        )
+    if keys is None and weights.shape[0] == weights.shape[1]:
+        keys = rows
+    for what, labels, size in (("query_tokens", rows, weights.shape[0]), ("key_tokens", keys, weights.shape[1])):
+        if labels is not None and len(labels) != size:
+            raise ValueError(f"{what} has {len(labels)} labels for {size} tokens.")
+    return (
+        title,
+        weights,
+        None if rows is None else list(map(str, rows)),
+        None if keys is None else list(map(str, keys)),
+    )
+
+
+def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, keys: list[str] | None) -> Any:
+    from matplotlib.collections import LineCollection
+
+    image = axis.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+    # The outline of the support: the border between zero and nonzero cells, drawn once.
+    support = torch.nn.functional.pad(weights != 0, (1, 1, 1, 1))
+    segments = []
+    for i, j in (support[1:] != support[:-1])[:, 1:-1].nonzero().tolist():
+        segments.append([(j - 0.5, i - 0.5), (j + 0.5, i - 0.5)])
+    for i, j in (support[:, 1:] != support[:, :-1])[1:-1].nonzero().tolist():
+        segments.append([(j - 0.5, i - 0.5), (j - 0.5, i + 0.5)])
+    axis.add_collection(LineCollection(segments, colors="#D55E00", linewidths=1.0))
+    small = 6 if max(weights.shape) > 30 else 7.5
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        if keys is not None:
+            axis.set_xticks(range(len(keys)), [_plain(token) for token in keys], rotation=90, fontsize=small)
+        if rows is not None:
+            axis.set_yticks(range(len(rows)), [_plain(token) for token in rows], fontsize=small)
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    axis.grid(visible=False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.set_xlabel("key")
+    axis.set_ylabel("query")
+    if title:
+        axis.set_title(title, pad=8)
+    return image
+
+
+def _plain(token: str) -> str:
+    """A label that matplotlib does not take for mathematics."""
+    return token.replace("$", r"\$")
+
+
+def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None = None, max_lines: int = 7) -> Figure:
+    """Where heads look, by distance between key and query.
+
+    Args:
+        profile: ``AttentionStatistics``, or a tensor [heads, 2 D + 3] of :func:`hf_entmax.analysis.distance_profile`.
+        heads: ``(site, layer, head)`` to draw from ``AttentionStatistics``; default: the heads of self-attention that
+            concentrate most on one distance.
+        max_lines: draw at most so many.
+
+    Returns:
+        A Figure; the first and the last point gather everything farther away.
+
+    Raises:
+        TypeError: a wrong type. ValueError: nothing to draw.
+    """
+    if isinstance(profile, Tensor):
+        lines = [(f"head {head}", row) for head, row in enumerate(profile.detach().double().cpu()[:max_lines])]
+    else:
+        lines = _profile_lines(profile, heads, max_lines)
+    if not lines:
+        raise ValueError("there is no distance profile to draw.")
+    distance = (len(lines[0][1]) - 3) // 2
+    positions = list(range(-distance - 1, distance + 2))
+    with house_style():
+        figure, axes = new_figure(width=6.4, height=3.0)
+        axis = axes[0][0]
+        for place, (name, values) in enumerate(lines):
+            axis.plot(
+                positions,
+                100 * values.numpy(),
+                color=PALETTE[place % len(PALETTE)],
+                linestyle=LINE_STYLES[(place // len(PALETTE)) % len(LINE_STYLES)],
+                marker=MARKERS[place % len(MARKERS)],
+                markersize=4,
+                label=name,
+            )
+        step = max(distance // 5, 1)
+        ticks = [
+            0,
+            *[sign * offset for offset in range(step, distance, step) for sign in (1, -1)],
+            -distance - 1,
+            distance + 1,
+        ]
+        ticks = sorted(set(ticks))
+        names = [
+            f"< −{distance}"
+            if t < -distance
+            else f"> {distance}"
+            if t > distance
+            else f"{t:+d}".replace("-", "−")
+            if t
+            else "0"
+            for t in ticks
+        ]
+        axis.set_xticks(ticks, names)
+        axis.set(title="Where heads look", xlabel="key position − query position (tokens)", ylabel="attention mass (%)")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+        return figure
+
+
+def _profile_lines(
+    statistics: Any, heads: Sequence[tuple[str, int, int]] | None, limit: int
+) -> list[tuple[str, Tensor]]:
+    if not hasattr(statistics, "sites"):
+        raise TypeError(f"expected AttentionStatistics or a tensor [heads, 2 D + 3], got {type(statistics).__name__}.")
+    profiles = {site: value.distance_profile() for site, value in statistics.sites.items()}
+    if heads is None:
+        ranked = []
+        for site, profile in profiles.items():
+            if site == "cross":
+                continue
+            peak = profile[..., 1:-1].amax(-1).nan_to_num(0.0)
+            ranked += [(float(peak[layer, head]), site, layer, head) for layer, head in (peak > 0).nonzero().tolist()]
+        heads = [(site, layer, head) for _, site, layer, head in sorted(ranked, key=lambda entry: -entry[0])[:limit]]
+    return [
+        (f"{site_title(site)} {layer}.{head}", profiles[site][layer, head]) for site, layer, head in list(heads)[:limit]
+    ]
+
+
+def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
+    """Grid of all heads, each with the role that explains it best.
+
+    Args:
+        statistics: ``AttentionStatistics``.
+        min_strength: heads below it have no role.
+
+    Returns:
+        A Figure, one panel per site; rows are layers, columns are heads.
+    """
+    grids = {site: value.best_roles(min_strength) for site, value in statistics.sites.items()}
+    found = dict.fromkeys(role.role for grid in grids.values() for row in grid for role in row if role)
+    order = [name for name in ROLE_NAMES if name in found]
+    with house_style():
+        from matplotlib.patches import Patch, Rectangle
+
+        widest = max(len(row) for grid in grids.values() for row in grid)
+        tallest = max(len(grid) for grid in grids.values())
+        figure, axes = new_figure(len(grids), width=0.3 * widest + 1.1, height=max(0.3 * tallest + 1.4, 2.2))
+        for axis, (site, grid) in zip(axes[0], grids.items(), strict=True):
+            for layer, row in enumerate(grid):
+                for head, role in enumerate(row):
+                    colour = PALETTE[order.index(role.role) % len(PALETTE)] if role else "#d9dde1"
+                    hatch = HATCHES_BY_TURN[(order.index(role.role) // len(PALETTE)) % 3] if role else ""
+                    shade = 0.35 + 0.65 * role.strength if role else 1.0
+                    axis.add_patch(
+                        Rectangle(
+                            (head - 0.44, layer - 0.44),
+                            0.88,
+                            0.88,
+                            facecolor=colour,
+                            alpha=shade,
+                            hatch=hatch,
+                            linewidth=0,
+                        )
+                    )
+            axis.set(
+                title=site_title(site),
+                xlabel="head",
+                ylabel="layer",
+                xlim=(-0.6, len(grid[0]) - 0.4),
+                ylim=(len(grid) - 0.4, -0.6),
+                aspect="equal",
+            )
+            axis.set_xticks(range(len(grid[0])))
+            axis.set_yticks(range(len(grid)))
+            axis.grid(visible=False)
+        patches = [
+            Patch(
+                facecolor=PALETTE[place % len(PALETTE)],
+                hatch=HATCHES_BY_TURN[(place // len(PALETTE)) % 3],
+                label=ROLE_NAMES[name],
+            )
+            for place, name in enumerate(order)
+        ]
+        patches.append(Patch(facecolor="#d9dde1", label="no single role"))
+        figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4))
+        return figure
+
+
+def positional_heads(statistics: Any) -> Figure:
+    """Confidence of the positional heads at the offsets -1, 0 and +1, with medians.
+
+    Args:
+        statistics: ``AttentionStatistics`` or several of them.
+
+    Returns:
+        A Figure; one point per positional head, a bar at the median.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figure 7.
+    """
+    models = list(statistics) if isinstance(statistics, Sequence) else [statistics]
+    offsets = (-1, 0, 1)
+    with house_style():
+        figure, axes = new_figure(width=4.6, height=3.0)
+        axis = axes[0][0]
+        for place, model in enumerate(models):
+            for spot, offset in enumerate(offsets):
+                values: list[float] = []
+                for site, value in model.sites.items():
+                    if site != "cross":
+                        values += positional_census(
+                            value.positional_confidence(offset), value.positional_share(offset)
+                        )["confidences"]
+                at = spot + (place - (len(models) - 1) / 2) * 0.7 / len(models)
+                colour = PALETTE[place % len(PALETTE)]
+                label = model.name if spot == 0 and len(models) > 1 else None
+                spread = torch.linspace(-0.06, 0.06, max(len(values), 1)).tolist() if len(values) > 1 else [0.0]
+                axis.scatter(
+                    [at + shift for shift in spread[: len(values)]],
+                    [100 * v for v in values],
+                    s=24,
+                    color=colour,
+                    marker=MARKERS[place % 7],
+                    alpha=0.8,
+                    label=label,
+                    linewidth=0,
+                )
+                if values:
+                    median = 100 * float(torch.tensor(values).quantile(0.5))
+                    axis.hlines(median, at - 0.14, at + 0.14, color=colour, linewidth=2)
+                    axis.annotate(f"{median:.1f} %", (at + 0.15, median), fontsize=8, va="center")
+                else:
+                    axis.annotate("none", (at, 2), fontsize=8, ha="center", color="#6b7280")
+        axis.set_xticks(range(3), ["previous token (−1)", "same token (0)", "next token (+1)"])
+        axis.set(title="Positional heads", ylabel="mean weight at that offset (%)", xlim=(-0.5, 2.6), ylim=(0, 103))
+        axis.grid(visible=False, axis="x")
+        if len(models) > 1:
+            axis.legend(loc="lower right")
+        return figure
+
+
+def head_importance(importance: Any, label: str = "importance (nats per token)") -> Figure:
+    """Importance of every head as a grid per site.
+
+    Args:
+        importance: ``{site: [layers, heads]}``.
+        label: of the colour bar, with unit.
+
+    Returns:
+        A Figure.
+
+    Raises:
+        ValueError: nothing to draw.
+
+    Reference:
+        Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?".
+    """
+    values = per_site(importance, "importance")
+    largest = max(float(value.abs().nan_to_num(0.0).max()) for value in values.values()) or 1.0
+    diverging = any(bool((value < 0).any()) for value in values.values())
+    with house_style():
+        heads = max(value.shape[1] for value in values.values())
+        layers = max(value.shape[0] for value in values.values())
+        figure, axes = new_figure(len(values), width=0.28 * heads + 1.4, height=max(0.28 * layers + 1.2, 2.0))
+        image = None
+        for axis, (site, value) in zip(axes[0], values.items(), strict=True):
+            low = -largest if diverging else 0.0
+            image = axis.imshow(
+                value.numpy(), cmap="PuOr" if diverging else "cividis", vmin=low, vmax=largest, aspect="equal"
+            )
+            axis.set(title=site_title(site), xlabel="head", ylabel="layer")
+            axis.grid(visible=False)
+            for which in (axis.xaxis, axis.yaxis):
+                which.get_major_locator().set_params(integer=True)
+        bar = figure.colorbar(image, ax=axes[0], shrink=0.8, pad=0.02)
+        bar.set_label(label)
+        bar.outline.set_visible(False)
+        return figure

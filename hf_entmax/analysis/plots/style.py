@@ -1,0 +1,148 @@
+"""Colours, line styles and axes shared by all figures: readable in print, in grey and in colour-blind vision."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Okabe and Ito's palette for colour-blind vision, without its yellow (too pale on white).
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+SITE_NAMES = {
+    "encoder_self": "encoder self-attention",
+    "cross": "cross-attention",
+    "decoder_self": "decoder self-attention",
+}
+SITE_COLOURS = {"encoder_self": "#0072B2", "cross": "#D55E00", "decoder_self": "#009E73"}
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINE_STYLES = ("-", "--", "-.", ":")
+HATCHES = ("", "///", "...", "\\\\\\")
+INK = "#1b1f24"
+_RC = {
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": "#8a9199",
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hf_entmax",
+    "pdf.fonttype": 42,
+}
+
+
+@contextlib.contextmanager
+def house_style() -> Iterator[None]:
+    """Applies the style for the time of drawing, without touching the settings of the caller."""
+    import matplotlib
+
+    with matplotlib.rc_context(_RC):
+        yield
+
+
+def new_figure(
+    columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 2.6, **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure with a grid of axes, independent of pyplot (no window, no global state).
+
+    Args:
+        columns: of axes.
+        rows: of axes.
+        width: of one, in inches.
+        height: of one, in inches.
+        **options: to ``Figure.subplots``, such as ``sharey=True``.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=150)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [list(row) for row in axes]
+
+
+def site_title(site: str) -> str:
+    """Name of a site for titles, capitalised."""
+    name = SITE_NAMES.get(site, site)
+    return name[:1].upper() + name[1:]
+
+
+def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
+    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``."""
+    if not isinstance(values, Mapping):
+        if not hasattr(values, attribute):
+            raise TypeError(f"expected {{site: tensor}} or AttentionStatistics, got {type(values).__name__}.")
+        values = getattr(values, attribute)
+    if not values:
+        raise ValueError(f"there is no {attribute} to draw: no site has any.")
+    return {site: torch.as_tensor(value, dtype=torch.float64) for site, value in values.items()}
+
+
+def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
+    """Reads ``{model name: {site: tensor}}`` from one or several models.
+
+    Args:
+        models: ``AttentionStatistics`` or a sequence of them, ``{site: tensor}``, or ``{name: either of these}``.
+        attribute: of ``AttentionStatistics`` that holds the values.
+    """
+    if isinstance(models, Mapping) and all(
+        isinstance(value, Mapping) or hasattr(value, attribute) for value in models.values()
+    ):
+        return {str(name): per_site(value, attribute) for name, value in models.items()}
+    if isinstance(models, Sequence):
+        result: dict[str, dict[str, Tensor]] = {}
+        for place, model in enumerate(models):
+            name = str(getattr(model, "name", f"model {place + 1}"))
+            if name in result:
+                name = f"{name} ({place + 1})"
+            result[name] = per_site(model, attribute)
+        return result
+    return {str(getattr(models, "name", "")): per_site(models, attribute)}
+
+
+def all_sites(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sites of several models, each once, in the usual order."""
+    present = dict.fromkeys(site for per_model in models.values() for site in per_model)
+    return [site for site in SITE_NAMES if site in present] + [site for site in present if site not in SITE_NAMES]
+
+
+def finite(values: Tensor) -> list[float]:
+    """All numbers of a tensor but NaN."""
+    flat = values.flatten()
+    return flat[~flat.isnan()].tolist()
+
+
+def grid_shape(count: int, most_columns: int = 4) -> tuple[int, int]:
+    """Columns and rows for ``count`` axes."""
+    columns = min(count, most_columns)
+    return max(columns, 1), max(math.ceil(count / max(columns, 1)), 1)
+
+
+def hide_unused(axes: list[list[Axes]], used: int) -> None:
+    """Removes the axes of a grid beyond the first ``used``."""
+    for place, axis in enumerate(axis for row in axes for axis in row):
+        if place >= used:
+            axis.set_visible(False)

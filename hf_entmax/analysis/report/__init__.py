@@ -1,0 +1,59 @@
+"""One self-contained HTML file that shows what the heads of a model do, with all numbers beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..statistics import AttentionStatistics
+from ..tables import write_tables
+from .html import render
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    statistics: AttentionStatistics | Sequence[AttentionStatistics],
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    figures: bool = True,
+    max_bytes: int = 5_000_000,
+) -> Path:
+    """Writes the report: an HTML file without any outside reference, and every number as JSON and CSV beside it.
+
+    The file opens from disk in any current browser, needs no network and no server: a summary in words, a map and a
+    sortable table of all heads, figures, a viewer of the nonzero attention of single sentences, and, for several
+    models, all of it side by side.
+
+    Args:
+        statistics: of one model, or of several to compare; the first is the main one.
+        path: the HTML file, or a folder (then ``report.html`` in it). Folders are created; files are overwritten.
+        title: heading; default: the names of the models.
+        figures: draw the figures (needs matplotlib; without it the report says so and has none).
+        max_bytes: size the HTML file should not exceed; sentences are left out of the viewer until it fits.
+
+    Returns:
+        Path of the HTML file.
+
+    Raises:
+        TypeError: not statistics. ValueError: an empty sequence, or statistics without any site.
+    """
+    models = [statistics] if isinstance(statistics, AttentionStatistics) else list(statistics)
+    for model in models:
+        if not isinstance(model, AttentionStatistics):
+            raise TypeError(
+                f"write_report needs AttentionStatistics as returned by collect, got {type(model).__name__}."
+            )
+        if not model.sites:
+            raise ValueError(f"the statistics of {model.name!r} are empty: no attention site was measured.")
+    if not models:
+        raise ValueError("write_report needs the statistics of at least one model, got an empty sequence.")
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        path = path / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = write_tables(models, path.parent, path.stem)
+    path.write_text(render(models, title, figures, max_bytes, [file.name for file in files]), encoding="utf-8")
+    return path

@@ -1,0 +1,182 @@
+"""Putting the page together: template, styles, scripts, data and figures in one file."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+from ..plots.style import INK
+from ..statistics import AttentionStatistics
+from .payload import build_payload
+
+
+def render(
+    models: Sequence[AttentionStatistics], title: str | None, figures: bool, max_bytes: int, files: Sequence[str]
+) -> str:
+    """Renders the page.
+
+    Args:
+        models: the statistics, the main one first.
+        title: heading, or None.
+        figures: draw figures if matplotlib is there.
+        max_bytes: size to stay under.
+        files: names of the files written beside the page.
+
+    Returns:
+        The HTML text.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(loader=PackageLoader("hf_entmax.analysis.report", "assets"), autoescape=True)
+    missing = figures and importlib.util.find_spec("matplotlib") is None
+    drawn = list(_figures(models)) if figures and not missing else []
+    assets = resources.files("hf_entmax.analysis.report") / "assets"
+    parts = {
+        name: (assets / name).read_text(encoding="utf-8") for name in ("style.css", "page.js", "viewer.js", "table.js")
+    }
+    fixed = sum(len(svg) for _, _, svg in drawn) + sum(map(len, parts.values()))
+    room = max_bytes - fixed
+    while True:
+        payload = build_payload(models, max(room, 0))
+        data = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        excess = len(data.encode()) + fixed + 20_000 - max_bytes
+        if excess <= 0 or all(len(model["examples"]) <= 1 for model in payload["models"]) or room <= 0:
+            break
+        room -= excess
+    return environment.get_template("report.html.j2").render(
+        title=title or " and ".join(model.name for model in models),
+        models=models,
+        # "</" would end the script element inside a string of the data.
+        data=data.replace("<", "\\u003c"),
+        style=parts["style.css"],
+        scripts="\n".join(parts[name] for name in ("viewer.js", "table.js", "page.js")),
+        figures=drawn,
+        figures_missing=missing,
+        files=files,
+    )
+
+
+def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, str]]:
+    """Yields ``(identifier, caption, SVG)`` of every figure that has something to show."""
+    from .. import plots
+
+    main, several = models[0], len(models) > 1
+    everyone: Any = list(models) if several else main
+    entries: list[tuple[str, str, Callable[[], Any]]] = [
+        (
+            "roles",
+            "The role that explains each head best; the stronger the colour, the better it does.",
+            lambda: plots.head_roles(main),
+        ),
+        ("density-histogram", "How dense the heads of each site are.", lambda: plots.density_histograms(everyone)),
+        ("density-sorted", "Heads of each layer from the sparsest to the densest.", lambda: plots.sorted_density(main)),
+        ("diversity", "How much the heads of a layer differ from one another.", lambda: plots.head_diversity(everyone)),
+    ]
+    if several:
+        entries.insert(1, ("density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)))
+    if main.alphas:
+        entries.append(("alpha", "Learned alphas.", lambda: plots.alpha_histograms(main)))
+        entries.append(
+            ("alpha-density", "The larger alpha, the sparser the head.", lambda: plots.alpha_against_density(main))
+        )
+    entries += [
+        (
+            "positional",
+            "Heads whose largest weight is at a fixed distance for most queries.",
+            lambda: plots.positional_heads(everyone),
+        ),
+        ("distance", "Where the heads look that keep a distance.", lambda: plots.distance_profile(main)),
+    ]
+    for method, label in (("masking", "loss increase (nats per token)"), ("gradient", "gradient (nats per token)")):
+        if method in main.importance:
+            caption = (
+                "What removing each head costs." if method == "masking" else "How sensitive the loss is to each head."
+            )
+            entries.append(
+                (
+                    f"importance-{method}",
+                    caption,
+                    lambda m=method, u=label: plots.head_importance(main.importance[m], u),
+                )
+            )
+    maps = _role_maps(main)
+    if maps:
+        entries.append(
+            (
+                "maps",
+                "Heads with a clear role on one sentence; nonzero weights are outlined.",
+                lambda: plots.attention_maps(maps),
+            )
+        )
+    for identifier, caption, draw in entries:
+        try:
+            figure = draw()
+        except ValueError:  # nothing to draw: no self-attention, no profile, ...
+            continue
+        yield identifier, caption, to_svg(figure)
+
+
+def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
+    """The clearest head of each of the strongest roles, on the first example."""
+    if not model.examples:
+        return []
+    best: dict[str, tuple[float, str, int, int]] = {}
+    for site, value in model.sites.items():
+        for layer, row in enumerate(value.best_roles()):
+            for head, role in enumerate(row):
+                if (
+                    role is not None
+                    and site in model.examples[0].sites
+                    and role.strength > best.get(role.role, (0.0,))[0]
+                ):
+                    best[role.role] = (role.strength, site, layer, head)
+    from ..roles import ROLE_NAMES
+    from ..summary import head_name
+
+    maps = []
+    for role, (_, site, layer, head) in sorted(best.items(), key=lambda item: -item[1][0])[:limit]:
+        example = model.examples[0].sites[site]
+        if max(example.weights.shape[2:]) > 60:
+            continue
+        labels = [
+            [("-" if token.continues else "") + token.text for token in tokens]
+            for tokens in (example.queries, example.keys)
+        ]
+        maps.append(
+            (f"{head_name(site, layer, head)}: {ROLE_NAMES[role]}", example.weights[layer, head], labels[0], labels[1])
+        )
+    return maps
+
+
+def to_svg(figure: Any) -> str:
+    """Turns a matplotlib figure into SVG that follows the text colour of the page and needs no XML header."""
+    from ..plots.style import house_style
+
+    stream = io.StringIO()
+    # "svg.fonttype" is read when the figure is saved: text stays text, in the fonts of the page.
+    with warnings.catch_warnings(), house_style():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = svg.replace(INK, "currentColor")
+    width, height = (float(size) for size in re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', svg).groups())  # type: ignore[union-attr]
+    svg = re.sub(
+        r'width="[\d.]+pt" height="[\d.]+pt"',
+        f'style="width:{width * 4 / 3:.0f}px" {"data-wide " if width > 440 else ""}data-height="{height:.0f}"',
+        svg,
+        count=1,
+    )
+    svg = re.sub(r"font: ([\d.]+)px '[^']*'(?:, '[^']*')*(?:, [a-z-]+)*", r"font: \1px var(--sans)", svg)
+    # Identifiers of several figures in one page must differ.
+    salt = f"f{zlib.crc32(svg.encode()):08x}-"
+    svg = re.sub(r'\bid="', f'id="{salt}', svg)
+    svg = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{salt}", svg)
+    return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

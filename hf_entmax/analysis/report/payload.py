@@ -1,0 +1,154 @@
+"""What the page knows: the numbers it shows, and attention weights packed small."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..examples import Example, Token
+from ..plots.style import SITE_COLOURS, SITE_NAMES
+from ..roles import CROSS_ROLE_NAMES, ROLE_NAMES
+from ..statistics import AttentionStatistics
+from ..summary import Finding, compare, head_name, summarize
+from ..tables import census_rows, head_rows, layer_rows, number, relation_rows, sentence_rows, site_rows
+
+#: Digits kept of every number in the page; the files beside it have all of them.
+_DIGITS = 5
+
+
+def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> dict[str, Any]:
+    """Everything the scripts of the page read.
+
+    Args:
+        models: the statistics, the main one first.
+        example_bytes: room for the packed attention of all models together.
+    """
+    share = example_bytes // len(models)
+    return {
+        "sites": {name: {"name": SITE_NAMES[name], "colour": SITE_COLOURS[name]} for name in SITE_NAMES},
+        "roles": ROLE_NAMES,
+        "crossRoles": CROSS_ROLE_NAMES,
+        "models": [_model(model, share) for model in models],
+        "comparison": [_finding(f) for other in models[1:] for f in compare(models[0], other)],
+    }
+
+
+def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
+    profiles = {
+        site: [[[_round(number(v)) for v in head] for head in layer] for layer in value.distance_profile().tolist()]
+        for site, value in model.sites.items()
+    }
+    histograms = {
+        site: [
+            [[int(v) for v in head] for head in layer] for layer in value.density_histogram().nan_to_num(0.0).tolist()
+        ]
+        for site, value in model.sites.items()
+    }
+    ranked = {
+        site: [
+            [
+                [
+                    [r.role, _round(r.score), _round(r.chance), _round(r.strength), r.evidence]
+                    for r in value.ranked_roles(layer, head)[:5]
+                ]
+                for head in range(info.num_heads)
+            ]
+            for layer, info in enumerate(value.layers)
+        ]
+        for site, value in model.sites.items()
+    }
+    return {
+        "name": model.name,
+        "sentences": model.num_sentences,
+        "tokens": model.num_tokens,
+        "findings": [_finding(finding) for finding in summarize(model)],
+        "notes": model.notes,
+        "info": model.info,
+        "heads": [_rounded(row) for row in head_rows(model)],
+        "layers": [_rounded(row) for row in layer_rows(model)],
+        "sites": [_rounded(row) for row in site_rows(model)],
+        "positions": [_rounded(row) for row in census_rows(model)],
+        "relations": [_rounded(row) for row in relation_rows(model)],
+        "baselines": {
+            site: list(value.dependency_baseline())
+            for site, value in model.sites.items()
+            if "dependency_hits" in value.sums
+        },
+        "contrasts": [_rounded(row) for row in sentence_rows(model, 12)],
+        "profiles": profiles,
+        "histograms": histograms,
+        "ranked": ranked,
+        "examples": pack_examples(model.examples, example_bytes),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    heads = [[*head, head_name(*head)] for head in finding.heads[:8]]
+    return {"topic": finding.topic, "text": finding.text, "heads": heads, "more": max(len(finding.heads) - 8, 0)}
+
+
+def _round(value: Any) -> Any:
+    return round(value, _DIGITS) if isinstance(value, float) else value
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: _round(value) for key, value in row.items()}
+
+
+def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]]:
+    """Packs examples in order until the room is used up; the first one always goes in.
+
+    Args:
+        examples: with weights [layers, heads, T_q, T_k] per site.
+        room: bytes.
+    """
+    packed: list[dict[str, Any]] = []
+    used = 0
+    for example in examples:
+        sites = {
+            name: {
+                "queries": _tokens(site.queries),
+                "keys": None if _same(site.queries, site.keys) else _tokens(site.keys),
+                **pack_weights(site.weights),
+            }
+            for name, site in example.sites.items()
+        }
+        size = sum(len(site["bits"]) + len(site["values"]) for site in sites.values())
+        if packed and used + size > room:
+            break
+        used += size
+        packed.append({"text": example.text, "target": example.target, "sites": sites})
+    return packed
+
+
+def pack_weights(weights: Tensor) -> dict[str, Any]:
+    """Packs weights in [0, 1] as a bitmap of the nonzero ones and one byte for each of those.
+
+    A byte v stands for v / 255; a nonzero weight never becomes zero.
+
+    Args:
+        weights: [layers, heads, T_q, T_k].
+
+    Returns:
+        ``shape``, and base64 strings ``bits`` (row-major, most significant bit first) and ``values``.
+    """
+    flat = weights.detach().float().cpu().numpy().ravel()
+    nonzero = flat != 0
+    values = np.clip(np.rint(flat[nonzero] * 255), 1, 255).astype(np.uint8)
+    return {
+        "shape": list(weights.shape),
+        "bits": base64.b64encode(np.packbits(nonzero).tobytes()).decode("ascii"),
+        "values": base64.b64encode(values.tobytes()).decode("ascii"),
+    }
+
+
+def _tokens(tokens: Sequence[Token]) -> list[list[Any]]:
+    return [[token.text, int(token.continues), int(token.special)] for token in tokens]
+
+
+def _same(first: Sequence[Token], second: Sequence[Token]) -> bool:
+    return list(first) == list(second)

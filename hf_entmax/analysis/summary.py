@@ -1,0 +1,289 @@
+"""The findings of an analysis in plain sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .metrics.position import positional_census
+from .roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
+from .statistics import AttentionStatistics
+
+HeadName = tuple[str, int, int]
+_SITE_PHRASES = {
+    "encoder_self": "Encoder self-attention",
+    "cross": "Cross-attention",
+    "decoder_self": "Decoder self-attention",
+}
+_SHORT = {"encoder_self": "encoder", "cross": "cross", "decoder_self": "decoder"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence of the summary.
+
+    Attributes:
+        topic: a word or two, as a heading.
+        text: the sentence.
+        heads: heads it is about, the clearest first.
+    """
+
+    topic: str
+    text: str
+    heads: tuple[HeadName, ...] = ()
+
+
+def head_name(site: str, layer: int, head: int) -> str:
+    """Short name of a head, such as ``encoder 2.5`` for layer 2, head 5 (both from 0)."""
+    return f"{_SHORT.get(site, site)} {layer}.{head}"
+
+
+def percent(value: float) -> str:
+    """A fraction for reading: two digits below 10 %, whole numbers above."""
+    if math.isnan(value):
+        return "–"
+    shown = 100 * value
+    return f"{shown:.0f} %" if shown >= 9.95 or shown == 0 else f"{shown:.1f} %"
+
+
+def summarize(statistics: AttentionStatistics) -> list[Finding]:
+    """Says in words what the heads of a model do.
+
+    Args:
+        statistics: of one model.
+
+    Returns:
+        Findings, the general ones first. What was not measured is not mentioned.
+    """
+    findings = [_sparsity(statistics), _alpha(statistics)]
+    findings += _positions(statistics)
+    findings += _roles(statistics)
+    findings += [
+        _dependency(statistics),
+        _alignment(statistics),
+        _diversity(statistics),
+        _importance(statistics),
+        _ambiguity(statistics),
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Finding]:
+    """Says in words how two models differ."""
+    findings = []
+    for site in first.sites:
+        if site not in second.sites:
+            continue
+        mine, other = first.sites[site], second.sites[site]
+        density = float(mine.density().nanmean()), float(other.density().nanmean())
+        diversity = float(mine.head_diversity().nanmean()), float(other.head_diversity().nanmean())
+        if any(map(math.isnan, density)):
+            continue
+        text = f"{_SITE_PHRASES.get(site, site)}: {first.name} keeps {percent(density[0])} of the possible weights, {second.name} {percent(density[1])}"
+        if not any(map(math.isnan, diversity)):
+            text += f"; the heads of a layer differ by {diversity[0]:.2f} against {diversity[1]:.2f} (JS, units of log heads)"
+        findings.append(Finding(f"{_SHORT.get(site, site)} compared", text + "."))
+    counts = [sum(role is not None for _, role in _all_roles(model)) for model in (first, second)]
+    findings.append(
+        Finding(
+            "roles compared",
+            f"{counts[0]} of {first.num_heads} heads of {first.name} have a clear role, {counts[1]} of {second.num_heads} of {second.name}.",
+        )
+    )
+    return findings
+
+
+def _flat(statistics: AttentionStatistics, values: dict[str, Tensor]) -> list[tuple[float, HeadName]]:
+    """All finite values with the names of their heads."""
+    result = []
+    for site, tensor in values.items():
+        for layer, row in enumerate(tensor.tolist()):
+            result += [(value, (site, layer, head)) for head, value in enumerate(row) if not math.isnan(value)]
+    return result
+
+
+def _sparsity(statistics: AttentionStatistics) -> Finding | None:
+    flat = _flat(statistics, statistics.density)
+    if not flat:
+        return None
+    per_site = [
+        f"{_SHORT.get(site, site)} {percent(float(value.nanmean()))}" for site, value in statistics.density.items()
+    ]
+    mean = sum(value for value, _ in flat) / len(flat)
+    support = [value for value, _ in _flat(statistics, statistics.mean_support)]
+    text = f"{percent(mean)} of the possible weights are not zero"
+    text += f" ({', '.join(per_site)})" if len(per_site) > 1 else ""
+    text += f"; a query looks at {sum(support) / len(support):.1f} keys on average."
+    low, high = min(flat), max(flat)
+    if high[0] - low[0] > 0.02:
+        text += f" The sparsest head, {head_name(*low[1])}, keeps {percent(low[0])}, the densest, {head_name(*high[1])}, {percent(high[0])}."
+        return Finding("sparsity", text, (low[1], high[1]))
+    return Finding("sparsity", text)
+
+
+def _alpha(statistics: AttentionStatistics) -> Finding | None:
+    flat = _flat(statistics, statistics.alphas)
+    if not flat:
+        return None
+    values = [value for value, _ in flat]
+    low, high = min(flat), max(flat)
+    if high[0] - low[0] < 1e-6:
+        return Finding("alpha", f"All {len(values)} heads have alpha = {values[0]:.2f}.")
+    near_softmax = sum(value < 1.1 for value in values)
+    near_sparsemax = sum(value > 1.9 for value in values)
+    text = (
+        f"Alpha lies between {low[0]:.2f} ({head_name(*low[1])}) and {high[0]:.2f} ({head_name(*high[1])}), "
+        f"{sum(values) / len(values):.2f} on average; {near_softmax} of {len(values)} heads are close to softmax (below 1.1), "
+        f"{near_sparsemax} close to or beyond sparsemax (above 1.9)."
+    )
+    return Finding("alpha", text, (low[1], high[1]))
+
+
+def _positions(statistics: AttentionStatistics) -> list[Finding]:
+    findings = []
+    own = {name: site for name, site in statistics.sites.items() if name != "cross"}
+    total = sum(info.num_heads for site in own.values() for info in site.layers)
+    for offset, where in ((-1, "the previous token"), (0, "the token itself"), (1, "the next token")):
+        heads: list[tuple[float, HeadName]] = []
+        for name, site in own.items():
+            census = positional_census(site.positional_confidence(offset), site.positional_share(offset))
+            pairs = zip(census["confidences"], census["heads"], strict=True)
+            heads += [(confidence, (name, layer, head)) for confidence, (layer, head) in pairs]
+        if not heads:
+            continue
+        heads.sort(key=lambda entry: -entry[0])
+        median = float(torch.tensor([confidence for confidence, _ in heads]).quantile(0.5))
+        verb = "looks" if len(heads) == 1 else "look"
+        confidence = f"{percent(median)} confidence" + (" (median)" if len(heads) > 1 else "")
+        text = f"{len(heads)} of {total} self-attention heads {verb} at {where} with {confidence}; the surest is {head_name(*heads[0][1])} at {percent(heads[0][0])}."
+        findings.append(Finding("position", text, tuple(name for _, name in heads)))
+    return findings
+
+
+def _all_roles(statistics: AttentionStatistics) -> list[tuple[HeadName, HeadRole | None]]:
+    result = []
+    for name, site in statistics.sites.items():
+        for layer, row in enumerate(site.best_roles()):
+            result += [((name, layer, head), role) for head, role in enumerate(row)]
+    return result
+
+
+def _roles(statistics: AttentionStatistics) -> list[Finding]:
+    named = _all_roles(statistics)
+    by_role: dict[tuple[str, bool], list[tuple[HeadRole, HeadName]]] = {}
+    for name, role in named:
+        if role is not None:
+            by_role.setdefault((role.role, name[0] == "cross"), []).append((role, name))
+    findings = []
+    for (role, cross), members in sorted(by_role.items(), key=lambda item: -len(item[1])):
+        if role in ("previous", "current", "next") and not cross:
+            continue  # the census says more about these
+        members.sort(key=lambda entry: -entry[0].score)
+        phrase = CROSS_ROLE_PHRASES.get(role, ROLE_PHRASES[role]) if cross else ROLE_PHRASES[role]
+        best, where = members[0]
+        subject = f"{len(members)} {'cross-attention ' if cross else ''}head{'s are' if len(members) > 1 else ' is'}"
+        text = f"{subject} best explained by looking at {phrase}; {head_name(*where)} gives it {percent(best.score)} of its weight"
+        text += f" ({percent(best.chance)} would be chance)." if best.chance > 0.005 else "."
+        findings.append(Finding("role", text, tuple(name for _, name in members)))
+    without = sum(role is None for _, role in named)
+    if named and any("role_mass" in site.sums for site in statistics.sites.values()):
+        findings.append(Finding("role", f"{without} of {len(named)} heads have no single role."))
+    return findings
+
+
+def _dependency(statistics: AttentionStatistics) -> Finding | None:
+    found = {
+        name: site.dependency_accuracy() for name, site in statistics.sites.items() if "dependency_hits" in site.sums
+    }
+    flat = _flat(statistics, found)
+    if not flat:
+        return None
+    best, where = max(flat)
+    offset, baseline = statistics.sites[where[0]].dependency_baseline()
+    text = f"{head_name(*where)} finds the syntactic head of {percent(best)} of the words"
+    if not math.isnan(baseline):
+        text += f" (always looking {abs(offset)} word{'s' if abs(offset) != 1 else ''} {'back' if offset < 0 else 'ahead'}: {percent(baseline)})"
+    return Finding("syntax", text + ".", (where,))
+
+
+def _alignment(statistics: AttentionStatistics) -> Finding | None:
+    site = statistics.sites.get("cross")
+    if site is None or "links" not in site.sums:
+        return None
+    rates: list[tuple[float, str, str, HeadName]] = []
+    for method in ("argmax", "support"):
+        for step in ("output", "input"):
+            flat = _flat(statistics, {"cross": site.alignment_error_rate(method, step)})
+            if flat:
+                best, head = min(flat)
+                rates.append((best, method, step, head))
+    if not rates:
+        return None
+    rate, method, step, where = min(rates)
+    reading = "its nonzero weights" if method == "support" else "its largest weight"
+    when = "when the word is predicted" if step == "output" else "when the word has just been read"
+    text = f"{head_name(*where)} aligns source and target best: an alignment error rate of {percent(rate)} by {reading}, {when}."
+    return Finding("alignment", text, (where,))
+
+
+def _diversity(statistics: AttentionStatistics) -> Finding | None:
+    entries = []
+    for name, values in statistics.head_diversity.items():
+        entries += [(value, name, layer) for layer, value in enumerate(values.tolist()) if not math.isnan(value)]
+    if len(entries) < 2:
+        return None
+    low, high = min(entries), max(entries)
+    return Finding(
+        "diversity",
+        f"Heads differ most in {_SHORT.get(high[1], high[1])} layer {high[2]} (JS {high[0]:.2f} of at most 1) "
+        f"and least in {_SHORT.get(low[1], low[1])} layer {low[2]} ({low[0]:.2f}).",
+    )
+
+
+def _importance(statistics: AttentionStatistics) -> Finding | None:
+    for method in ("masking", "gradient"):
+        flat = _flat(statistics, statistics.importance.get(method, {}))
+        if not flat:
+            continue
+        best, where = max(flat)
+        if method == "masking":
+            spare = sum(value <= 0.001 for value, _ in flat)
+            text = (
+                f"Removing {head_name(*where)} hurts most: the loss rises by {best:.3f} nats per token. "
+                f"{spare} of {len(flat)} heads can each be removed for at most 0.001."
+            )
+        else:
+            text = f"The loss is most sensitive to {head_name(*where)} (gradient {best:.3g} nats per token)."
+        return Finding("importance", text, (where,))
+    return None
+
+
+def _ambiguity(statistics: AttentionStatistics) -> Finding | None:
+    pairs = []
+    for name, extremes in statistics.extremes.items():
+        for layer, info in enumerate(statistics.sites[name].layers):
+            for head in range(info.num_heads):
+                usable = [
+                    pair
+                    for pair in extremes.pairs(layer, head)
+                    if pair.length_class and pair.sparse_text and pair.dense_text
+                ]
+                pairs += [(pair.gap, name, pair) for pair in usable[:1]]
+    if not pairs:
+        return None
+    gap, name, pair = max(pairs, key=lambda entry: entry[0])
+    if gap < 0.1:
+        return None
+    where = (name, pair.layer, pair.head)
+    text = (
+        f"{head_name(*where)} depends most on the sentence: it keeps {percent(pair.sparse_density)} of its weights in "
+        f"“{_cut(pair.sparse_text)}” and {percent(pair.dense_density)} in “{_cut(pair.dense_text)}”."
+    )
+    return Finding("ambiguity", text, (where,))
+
+
+def _cut(text: str, limit: int = 90) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"

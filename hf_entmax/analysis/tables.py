@@ -1,0 +1,295 @@
+"""All numbers of an analysis as plain rows, and as CSV and JSON files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .metrics.position import positional_census
+from .sentences import LENGTH_CLASSES
+from .site_statistics import SiteStatistics
+from .statistics import AttentionStatistics
+
+Row = dict[str, Any]
+
+
+def head_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per head with every number measured; what was not measured is None.
+
+    Fractions are in [0, 1], entropies and importances in nats, distances in tokens.
+    """
+    rows = []
+    for name, site in statistics.sites.items():
+        columns = _head_columns(statistics, name, site)
+        roles = site.best_roles()
+        relations = site.relation_accuracy()
+        counts = site.relation_counts()
+        for layer, info in enumerate(site.layers):
+            for head in range(info.num_heads):
+                row: Row = {"site": name, "layer": layer, "head": head}
+                row |= {key: number(values[layer, head]) for key, values in columns.items()}
+                row |= _best_relation(site, relations, counts, layer, head)
+                role = roles[layer][head]
+                row["role"] = role.role if role else None
+                row["role_strength"] = role.strength if role else None
+                row["role_score"] = role.score if role else None
+                row["role_chance"] = role.chance if role else None
+                row["role_evidence"] = role.evidence if role else None
+                row["module"] = info.name
+                rows.append(row)
+    return rows
+
+
+def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatistics) -> dict[str, Tensor]:
+    columns: dict[str, Tensor] = {}
+    if name in statistics.alphas:
+        columns["alpha"] = statistics.alphas[name]
+    columns |= {
+        "density": site.density(),
+        "mean_support": site.mean_support(),
+        "entropy": site.entropy(),
+        "max_weight": site.max_weight(),
+        "sentence_density_std": site.sentence_density_std(),
+        "mean_distance": site.mean_distance(),
+    }
+    for offset, word in ((-1, "previous"), (0, "current"), (1, "next")):
+        columns[f"confidence_{word}"] = site.positional_confidence(offset)
+        if name != "cross":
+            columns[f"confidence_median_{word}"] = site.positional_median(offset)
+            columns[f"argmax_share_{word}"] = site.positional_share(offset)
+    if name != "cross":
+        columns |= {
+            "subword_merging": site.subword_merging(),
+            "subword_merging_multi": site.subword_merging(min_pieces=2),
+            "interrogation": site.interrogation(),
+        }
+    columns |= {f"{kind}_mass": site.sink_mass(kind) for kind in ("special", "first", "punctuation")}
+    if "dependency_hits" in site.sums:
+        columns["dependency_accuracy"] = site.dependency_accuracy()
+        columns["dependent_accuracy"] = site.dependency_accuracy("to_dependent")
+    if "links" in site.sums:
+        for step in ("output", "input"):
+            for method in ("argmax", "support", "threshold"):
+                columns[f"aer_{method}_{step}"] = site.alignment_error_rate(method, step)
+            precision, recall = site.alignment_precision_recall("support", step)
+            columns[f"alignment_precision_support_{step}"], columns[f"alignment_recall_support_{step}"] = (
+                precision,
+                recall,
+            )
+    for method, per_site in statistics.importance.items():
+        if name in per_site:
+            columns[f"importance_{method}"] = per_site[name]
+    return columns
+
+
+def _best_relation(
+    site: SiteStatistics, relations: Tensor, counts: Tensor, layer: int, head: int, least: int = 20
+) -> Row:
+    """The dependency relation this head finds best, among those seen at least ``least`` times."""
+    if "relation_hits" not in site.sums:
+        return {}
+    usable = (counts >= least) & ~relations[layer, head].isnan()
+    if not bool(usable.any()):
+        return {"best_relation": None, "best_relation_accuracy": None}
+    best = int(relations[layer, head].masked_fill(~usable, -1.0).argmax())
+    return {"best_relation": site.relations[best], "best_relation_accuracy": number(relations[layer, head, best])}
+
+
+def layer_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per site and layer: means over heads, and the diversity of the heads."""
+    rows = []
+    for name, site in statistics.sites.items():
+        density, support, entropy = site.density(), site.mean_support(), site.entropy()
+        diversity, nats = site.head_diversity(), site.head_diversity(normalize=False)
+        for layer, info in enumerate(site.layers):
+            rows.append(
+                {
+                    "site": name,
+                    "layer": layer,
+                    "heads": info.num_heads,
+                    "density": number(density[layer].nanmean()),
+                    "mean_support": number(support[layer].nanmean()),
+                    "entropy": number(entropy[layer].nanmean()),
+                    "head_diversity": number(diversity[layer]),
+                    "head_diversity_nats": number(nats[layer]),
+                    "alpha": number(statistics.alphas[name][layer].nanmean()) if name in statistics.alphas else None,
+                }
+            )
+    return rows
+
+
+def site_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per site: means over layers and heads."""
+    rows = []
+    for name, site in statistics.sites.items():
+        alpha = statistics.alphas.get(name)
+        rows.append(
+            {
+                "site": name,
+                "layers": site.num_layers,
+                "heads": sum(info.num_heads for info in site.layers),
+                "tokens": statistics.num_tokens.get(name, 0),
+                "density": number(site.density().nanmean()),
+                "mean_support": number(site.mean_support().nanmean()),
+                "entropy": number(site.entropy().nanmean()),
+                "max_weight": number(site.max_weight().nanmean()),
+                "head_diversity": number(site.head_diversity().nanmean()),
+                "head_diversity_nats": number(site.head_diversity(normalize=False).nanmean()),
+                "alpha_mean": None if alpha is None else number(alpha.nanmean()),
+                "alpha_min": None if alpha is None else number(alpha.nan_to_num(math.inf).min()),
+                "alpha_max": None if alpha is None else number(alpha.nan_to_num(-math.inf).max()),
+            }
+        )
+    return rows
+
+
+def census_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per self-attention site and offset: how many heads are positional, and their median confidence."""
+    rows = []
+    for name, site in statistics.sites.items():
+        if name == "cross":
+            continue
+        for offset in (-1, 0, 1):
+            census = positional_census(site.positional_confidence(offset), site.positional_share(offset))
+            rows.append(
+                {
+                    "site": name,
+                    "offset": offset,
+                    "positional_heads": len(census["heads"]),
+                    "median_confidence": number(census["median"]),
+                    "median_confidence_all_heads": number(census["median_all"]),
+                    "heads": " ".join(f"{layer}.{head}" for layer, head in census["heads"]),
+                }
+            )
+    return rows
+
+
+def role_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per head and role: score, chance, strength, evidence."""
+    rows = []
+    for name, site in statistics.sites.items():
+        for layer, info in enumerate(site.layers):
+            for head in range(info.num_heads):
+                for role in site.ranked_roles(layer, head):
+                    row = {"site": name, "layer": layer, "head": head, "role": role.role, "score": role.score}
+                    rows.append(row | {"chance": role.chance, "strength": role.strength, "evidence": role.evidence})
+    return rows
+
+
+def distance_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per head and distance: the share of its mass there; ``inf`` gathers all greater distances."""
+    rows = []
+    for name, site in statistics.sites.items():
+        profile = site.distance_profile()
+        reach = site.max_distance
+        for layer, info in enumerate(site.layers):
+            for head in range(info.num_heads):
+                for place, share in enumerate(profile[layer, head].tolist()):
+                    offset: Any = place - reach - 1
+                    offset = "-inf" if offset < -reach else "inf" if offset > reach else offset
+                    rows.append({"site": name, "layer": layer, "head": head, "distance": offset, "mass": number(share)})
+    return rows
+
+
+def relation_rows(statistics: AttentionStatistics) -> list[Row]:
+    """One row per dependency relation: how often it occurs and which head finds it best."""
+    rows = []
+    for name, site in statistics.sites.items():
+        if "relation_hits" not in site.sums:
+            continue
+        accuracy = site.relation_accuracy()
+        for place, (relation, count) in enumerate(zip(site.relations, site.relation_counts().tolist(), strict=True)):
+            if not count:
+                continue
+            flat = accuracy[..., place].nan_to_num(-1.0).flatten()
+            best = int(flat.argmax())
+            layer, head = divmod(best, site.num_heads)
+            row = {"site": name, "relation": relation, "count": int(count), "best_layer": layer, "best_head": head}
+            rows.append(row | {"accuracy": number(flat[best])})
+    return rows
+
+
+def sentence_rows(statistics: AttentionStatistics, limit: int = 200) -> list[Row]:
+    """Sentences of similar length of which a head is sparse in one and dense in the other, the widest contrasts first."""
+    rows = []
+    for name, extremes in statistics.extremes.items():
+        site = statistics.sites.get(name)
+        for layer, info in enumerate(site.layers if site else []):
+            for head in range(info.num_heads):
+                for pair in extremes.pairs(layer, head):
+                    row = {"site": name, "layer": layer, "head": head, "gap": pair.gap}
+                    row["longest"] = (
+                        LENGTH_CLASSES[pair.length_class] if pair.length_class + 1 < len(LENGTH_CLASSES) else None
+                    )
+                    row |= {"sparse_density": pair.sparse_density, "sparse_text": pair.sparse_text}
+                    rows.append(row | {"dense_density": pair.dense_density, "dense_text": pair.dense_text})
+    # In the shortest sentences a single weight makes a great difference; they come last.
+    return sorted(rows, key=lambda row: (row["longest"] == LENGTH_CLASSES[0], -row["gap"]))[:limit]
+
+
+TABLES = {
+    "heads": head_rows,
+    "layers": layer_rows,
+    "sites": site_rows,
+    "positions": census_rows,
+    "roles": role_rows,
+    "distances": distance_rows,
+    "relations": relation_rows,
+    "sentences": sentence_rows,
+}
+
+
+def write_tables(
+    models: Sequence[AttentionStatistics], folder: str | os.PathLike[str], stem: str = "report"
+) -> list[Path]:
+    """Writes every table as CSV (all models in one file, told apart by a column) and everything as one JSON file.
+
+    Args:
+        models: the statistics.
+        folder: created when missing.
+        stem: name of the JSON file without ending; other than "report" it also goes before the names of the CSV files.
+
+    Returns:
+        The files written. A table without rows is not written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "" if stem == "report" else f"{stem}-"
+    record: dict[str, Any] = {"models": []}
+    for model in models:
+        entry = {"name": model.name, "num_sentences": model.num_sentences, "num_tokens": model.num_tokens}
+        entry |= {"notes": model.notes, "info": model.info}
+        record["models"].append(entry | {name: make(model) for name, make in TABLES.items()})
+    written = []
+    for name in TABLES:
+        rows = [{"model": entry["name"], **row} for entry in record["models"] for row in entry[name]]
+        if rows:
+            path = folder / f"{prefix}{name}.csv"
+            _write_csv(path, rows)
+            written.append(path)
+    path = folder / f"{stem}.json"
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    written.append(path)
+    return written
+
+
+def _write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows({key: "" if value is None else value for key, value in row.items()} for row in rows)
+
+
+def number(value: Any) -> float | None:
+    """A Python float, or None for NaN and infinities, which JSON does not know."""
+    value = float(value)
+    return value if math.isfinite(value) else None
