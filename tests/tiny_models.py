@@ -63,6 +63,7 @@ DECODERS = {
     ),
     "llama": lambda **extra: tf.LlamaForCausalLM(tf.LlamaConfig(**_LLAMA, **extra)),
     "gemma2": lambda **extra: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=4, **extra)),
+    "mistral": lambda **extra: tf.MistralForCausalLM(tf.MistralConfig(**{**_LLAMA, "sliding_window": 3, **extra})),
     "qwen2": lambda **extra: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_LLAMA, **extra)),
     "gpt_neox": lambda **extra: tf.GPTNeoXForCausalLM(
         tf.GPTNeoXConfig(

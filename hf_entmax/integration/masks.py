@@ -101,10 +101,18 @@ def entmax_mask(
 
     def build() -> Tensor | None:
         return eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, dtype, **kwargs
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            dtype,
+            **kwargs,  # type: ignore[arg-type]
         )
 
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(q_offset, Tensor):
+    if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or isinstance(q_offset, Tensor):
         return build()
     limits = limits_of(mask_function)
     aligned = limits is not None and (

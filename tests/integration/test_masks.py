@@ -86,15 +86,8 @@ def test_masks_that_are_not_aligned_are_written_out():
 
 @pytest.mark.parametrize("family", ["t5", "bart", "llama", "gemma2", "gpt2", "bert", "modernbert", "mistral", "marian"])
 def test_models_hand_over_descriptions_and_compute_the_same(family, monkeypatch):
-    if family == "mistral":
-        build = lambda: tf.MistralForCausalLM(
-            tf.MistralConfig(**tiny._LLAMA, sliding_window=3, attn_implementation="eager")
-        ).eval()
-        torch.manual_seed(0)
-    else:
-        build = lambda: tiny.build(family)  # noqa: E731
-    model = patch_model(build(), alpha_init=1.5)
-    batch = tiny.inputs(family if family in tiny.FAMILIES else "llama")
+    model = patch_model(tiny.build(family), alpha_init=1.5)
+    batch = tiny.inputs(family)
     batch["attention_mask"][0, 6:] = 0
     seen = []
     original = interface._read_description
@@ -131,7 +124,7 @@ def test_packed_sequences_do_not_see_each_other():
 
 def test_attention_sinks_take_mass_without_a_value():
     config = tf.GptOssConfig(
-        **{k: v for k, v in tiny._LLAMA.items()},
+        **tiny._LLAMA,
         head_dim=8,
         num_local_experts=2,
         num_experts_per_tok=1,
