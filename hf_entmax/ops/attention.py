@@ -30,15 +30,17 @@ def entmax_attention(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Attend with alpha-entmax in the place of softmax.
 
-    .. math:: O = \mathrm{entmax}_\alpha(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask}) \, V
+    .. math:: O = \mathrm{entmax}_\alpha(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask})V
 
     Args:
         query: ``[B, H, T_q, D]``, float32, float64, bfloat16 or float16.
-        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``; query head ``h`` reads key head ``h // (H // H_kv)``.
+        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``; query head ``h`` reads key head ``h // (H //
+            H_kv)``.
         value: ``[B, H_kv, T_k, D_v]``.
-        alpha: ``>= 1``; a float for all heads or a tensor ``[H]``, one per query head (or with one element). 1 is softmax.
-        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at or below
-            ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
+        alpha: ``>= 1``; a float for all heads or a tensor ``[H]``, one per query head (or with one element). 1 is
+            softmax.
+        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at
+            or below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
         key_padding_mask: bool ``[B, T_k]``, True for real keys; combined with the other limits.
         position_bias: float, broadcastable to ``[B, H, T_q, T_k]``, added to the scores (after the cap).
         is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q`` (aligned bottom-right).
@@ -50,12 +52,14 @@ def entmax_attention(
         backend: ``"auto"``, ``"torch"``, ``"numba"`` or ``"triton"``; see `hf_entmax.ops.available_backends`.
 
     Returns:
-        ``[B, H, T_q, D_v]`` in the dtype of ``value`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers'
-        eager attention returns them) or None. A query that may attend to no key has output 0 and gradient 0.
+        ``[B, H, T_q, D_v]`` in the dtype of ``value`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as
+        Transformers' eager attention returns them) or None. A query that may attend to no key has output 0 and
+        gradient 0.
 
     Raises:
         TypeError: if an argument has the wrong type or dtype.
-        ValueError: if shapes do not fit together, a value is out of range, or ``backend`` is unknown, cannot run here or
+        ValueError: if shapes do not fit together, a value is out of range, or ``backend`` is unknown, cannot run
+        here or
             cannot honour an argument.
 
     Differentiable in query, key, value, alpha, position_bias and a float attention_mask.
@@ -79,7 +83,7 @@ def entmax_attention(
         raise ValueError(f"sliding_window is {sliding_window}, but must be at least 1 (or None).")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, but must be above 0 (or None).")
-    if scaling is not None and not math.isfinite(scaling):
+    if scaling is not None and not abs(scaling) < math.inf:
         raise ValueError(f"scaling is {scaling}, but must be finite (or None for D ** -0.5).")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}, but must be in [0, 1).")
@@ -105,7 +109,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but must have four dimensions [B, heads, T, D].")
     if not (query.shape[0] == key.shape[0] == value.shape[0]):
         raise ValueError(
-            f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; they must be equal."
+            f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
+            "they must be equal."
         )
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query has head dimension {query.shape[3]} and key {key.shape[3]}; they must be equal.")

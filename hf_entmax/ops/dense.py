@@ -1,7 +1,7 @@
 """The dense torch path of attention: scores, any normaliser, weights, output.
 
-Every argument of `hf_entmax.ops.entmax_attention` is honoured here by plain differentiable torch operations, on every device and
-dtype. The fused kernels are measured against this path.
+Every argument of `hf_entmax.ops.entmax_attention` is honoured here by plain differentiable torch operations, on
+every device and dtype. The fused kernels are measured against this path.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Attend with a normaliser of choice.
 
-    .. math:: O = \mathrm{normalizer}(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask}) \, V
+    .. math:: O = \mathrm{normalizer}(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask}) V
 
     Args:
         query: ``[B, H, T_q, D]``.
-        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``; query head ``h`` reads key head ``h // (H // H_kv)``.
+        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``; query head ``h`` reads key head ``h // (H //
+            H_kv)``.
         value: ``[B, H_kv, T_k, D_v]``.
-        normalizer: maps scores ``[B, H, T_q, T_k]`` and a bool mask (True = may receive mass; None = all may) to weights. It may
-            overwrite the scores.
+        normalizer: maps scores ``[B, H, T_q, T_k]`` and a bool mask (True = may receive mass; None = all may) to
+            weights. It may overwrite the scores.
         attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at or
             below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
         key_padding_mask: bool ``[B, T_k]``, True for real keys.
-        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``; added after the cap; may carry mask values as above.
+        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``; added after the cap; may carry mask values as
+            above.
         is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q`` (aligned bottom-right).
-        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``. A lower limit alone: combine it
-            with ``is_causal`` for the usual causal window.
+        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``. A lower limit
+            alone: combine it with ``is_causal`` for the usual causal window.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         scaling: factor of the scores; ``D ** -0.5`` if None.
         dropout: probability of dropping a weight, applied whenever it is above 0 (pass 0 in evaluation).
         need_weights: whether to return the weights.
 
     Returns:
-        ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention returns
-        them) or None. Queries that may attend to no key have output 0.
+        ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention
+        returns them) or None. Queries that may attend to no key have output 0.
 
-    Differentiable in query, key, value, position_bias, a float attention_mask and whatever the normaliser is differentiable in.
+    Differentiable in query, key, value, position_bias, a float attention_mask and whatever the normaliser is
+    differentiable in.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]

@@ -1,7 +1,8 @@
 r"""Gradients of alpha-entmax in a form that stays accurate down to ``alpha = 1``.
 
 With ``u = alpha - 1``, ``l = log p``, ``r_i = expm1(-u l_i)`` (so that ``p_i^{1-u} = p_i (1 + r_i)``),
-``R = sum_i p_i r_i``, ``H = -sum_i p_i l_i`` and the cotangent ``g`` centred under ``p``, ``g'_i = g_i - sum_j p_j g_j``:
+``R = sum_i p_i r_i``, ``H = -sum_i p_i l_i`` and the cotangent ``g`` centred under ``p``, ``g'_i = g_i - sum_j p_j
+g_j``:
 
 .. math::
 
@@ -11,8 +12,9 @@ With ``u = alpha - 1``, ``l = log p``, ``r_i = expm1(-u l_i)`` (so that ``p_i^{1
     \qquad x_i = -u l_i - \log(1 + R), \quad e_2(x) = e^x - 1 - x
 
 The second line is proposition 1 of Correia et al. (2019) rearranged: their ``(p - pt)/u^2 + (h - pt H)/u`` subtracts
-numbers ``1/u^2`` times larger than the result. Here constants in the bracket drop out because ``sum_i p_i g'_i = 0``, and
-``expm1(x_i) = (r_i - R)/(1 + R)`` needs no exponential of its own. For small ``u`` the bracket is a series in ``x``.
+numbers ``1/u^2`` times larger than the result. Here constants in the bracket drop out because ``sum_i p_i g'_i =
+0``, and ``expm1(x_i) = (r_i - R)/(1 + R)`` needs no exponential of its own. For small ``u`` the bracket is a series
+in ``x``.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, values_visible
+from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, expm1, values_visible
 
-# Below this the bracket is summed as a series in x = O(u log p), above it directly; around it both are accurate.
-_SERIES_BELOW = 0.08
+# Below this `u` the bracket is summed as a series in x = O(u log p), above it directly: the direct form loses about eps/u,
+# the series (eight terms) what large x leave out.
+_SERIES_BELOW = {torch.float32: 0.08, torch.float64: 1e-3}
 # Probabilities are raised to this before a logarithm whose every use is multiplied by the probability itself.
 # Low enough to change nothing, high enough that powers of it stay finite.
 _FLOOR = {torch.float32: 1e-30, torch.float64: 1e-250}
@@ -82,7 +85,7 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
     support = probs > 0
     log_probs = torch.log(torch.where(support, probs, torch.ones_like(probs)))
     u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
-    excess = torch.expm1(-u * log_probs)
+    excess = expm1(-u * log_probs)
     weight = probs + probs * excess
     # One entry can outweigh all others (alpha > 2); measured from its cotangent nothing cancels.
     reference = grad.gather(-1, weight.argmax(-1, keepdim=True))
@@ -96,12 +99,13 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
     mean_excess = (probs * excess).sum(-1, keepdim=True)
     log_total = torch.log1p(mean_excess)
+    seam = _SERIES_BELOW[probs.dtype]
     if isinstance(u, Tensor):
         # Each branch is evaluated where it is tame; `where` must not select between a number and a NaN.
-        series = _series(u.clamp(max=_SERIES_BELOW), log_probs, log_total, entropy)
-        direct = _direct(u.clamp(min=_SERIES_BELOW), log_probs, excess, mean_excess, log_total, entropy)
-        bracket = torch.where(u < _SERIES_BELOW, series, direct)
-    elif u < _SERIES_BELOW:
+        series = _series(u.clamp(max=seam), log_probs, log_total, entropy)
+        direct = _direct(u.clamp(min=seam), log_probs, excess, mean_excess, log_total, entropy)
+        bracket = torch.where(u < seam, series, direct)
+    elif u < seam:
         bracket = _series(u, log_probs, log_total, entropy)
     else:
         bracket = _direct(u, log_probs, excess, mean_excess, log_total, entropy)
@@ -151,20 +155,20 @@ def _chunk_gradient(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: 
     log_total = torch.log1p(mean_excess)
     mean = torch.linalg.vecdot(weighted, centred).unsqueeze(-1) / (1 + mean_excess)
     grad_scores = (centred - mean).mul_(weighted.add_(probs))
-    smallest = float(u.min()) if isinstance(u, Tensor) else u
-    largest = float(u.max()) if isinstance(u, Tensor) else u
+    seam = _SERIES_BELOW[probs.dtype]
+    smallest, largest = (float(u.min()), float(u.max())) if isinstance(u, Tensor) else (u, u)
     centred.mul_(probs)
-    if smallest >= _SERIES_BELOW:
+    if smallest >= seam:
         # `_direct`, in place. Its u^2 is divided out of the row sums, not out of every entry.
         factor = (1 + u * entropy) / (1 + mean_excess)
         bracket = excess.sub_(mean_excess).mul_(factor).add_(log_probs.mul_(u)).add_(log_total)
         return grad_scores, torch.linalg.vecdot(centred, bracket).unsqueeze(-1) / -(u * u)
-    if largest < _SERIES_BELOW:
+    if largest < seam or not isinstance(u, Tensor):
         bracket = _series(u, log_probs, log_total, entropy)
     else:
-        series = _series(u.clamp(max=_SERIES_BELOW), log_probs, log_total, entropy)
-        direct = _direct(u.clamp(min=_SERIES_BELOW), log_probs, excess, mean_excess, log_total, entropy)
-        bracket = torch.where(u < _SERIES_BELOW, series, direct)
+        series = _series(u.clamp(max=seam), log_probs, log_total, entropy)
+        direct = _direct(u.clamp(min=seam), log_probs, excess, mean_excess, log_total, entropy)
+        bracket = torch.where(u < seam, series, direct)
     return grad_scores, -torch.linalg.vecdot(centred, bracket).unsqueeze(-1)
 
 

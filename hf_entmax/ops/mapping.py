@@ -1,8 +1,8 @@
 r"""alpha-entmax, sparsemax and 1.5-entmax: functions, autograd Functions and modules.
 
 The layers of this file, from the inside out: `hf_entmax.ops.solve` finds probabilities, `hf_entmax.ops.gradients` pulls
-gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. For rows as long as a vocabulary,
-where almost all entries are certainly zero, see `hf_entmax.ops.candidates.entmax_candidates`.
+gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. For rows as long as a
+vocabulary, where almost all entries are certainly zero, see `hf_entmax.ops.candidates.entmax_candidates`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_entmax.ops import opaque
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import compute_dtype, row_probabilities
+from hf_entmax.ops.solve import checked, compute_dtype, row_probabilities
 
 
 class EntmaxFunction(torch.autograd.Function):
@@ -23,9 +24,9 @@ class EntmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, u: float | Tensor) -> Tensor:
         """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``."""
-        if isinstance(u, Tensor):
-            u = _checked(u)
-        return row_probabilities(rows, u)
+        if opaque.wanted(rows):
+            return opaque.row_probabilities(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)))
+        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -39,12 +40,17 @@ class EntmaxFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
         """Pull the cotangent of the probabilities back to the scores and to ``u``."""
-        probs, u = ctx.saved_tensors if ctx.u is None else (*ctx.saved_tensors, ctx.u)
+        probs = ctx.saved_tensors[0]
+        u = ctx.saved_tensors[1] if ctx.u is None else ctx.u
         grad = grad_outputs[0]
         with_scores, with_alpha = ctx.needs_input_grad
-        if torch.compiler.is_compiling():
+        if opaque.wanted(probs):
+            given = (u, 0.0) if isinstance(u, Tensor) else (None, u)
+            grad_rows, grad_u = opaque.row_gradients(probs, grad, *given, with_scores, with_alpha)
+        elif torch.compiler.is_compiling():
             return gradient_rows(probs, grad, u, with_scores, with_alpha)
-        grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
+        else:
+            grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
         return (grad_rows if with_scores else None), (grad_u if with_alpha else None)
 
     @staticmethod
@@ -117,23 +123,10 @@ def _fold(batch: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tupl
     return tuple(folded)
 
 
-def _checked(u: Tensor) -> Tensor:
-    """Refuse ``u < 0`` where looking at it is free; elsewhere turn it into NaN so that it cannot pass unseen."""
-    if u.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not bool((u >= 0).all()):
-            worst = float(u.detach().nan_to_num(nan=-math.inf).min()) + 1
-            raise ValueError(
-                f"alpha contains {'NaN' if math.isinf(worst) else worst}, but entmax is defined for alpha >= 1 "
-                "(1 is softmax, 2 sparsemax). Bound a learned alpha, for example by 1 + sigmoid(a)."
-            )
-        return u
-    return torch.where(u >= 0, u, torch.full_like(u, math.nan))
-
-
 def check_alpha(alpha: float) -> float:
     """Return ``alpha`` as a float, or raise ValueError unless it is finite and at least 1."""
     value = float(alpha)
-    if not (math.isfinite(value) and value >= 1):
+    if not 1 <= value < math.inf:
         raise ValueError(f"alpha is {alpha}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax).")
     return value
 
@@ -146,27 +139,31 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
         \operatorname{entmax}_\alpha(z) = \arg\max_{p \in \triangle} \; p \cdot z + H_\alpha(p)
         = \left[1 + (\alpha - 1)(z - c)\right]_+^{1/(\alpha - 1)}
 
-    with the Tsallis entropy :math:`H_\alpha` and ``c`` such that the probabilities sum to 1. ``alpha = 1`` is exactly softmax,
-    ``alpha = 2`` is sparsemax; in between the distribution has exact zeros, the more of them the larger ``alpha``.
+    with the Tsallis entropy :math:`H_\alpha` and ``c`` such that the probabilities sum to 1. ``alpha = 1`` is
+    exactly softmax, ``alpha = 2`` is sparsemax; in between the distribution has exact zeros, the more of them the
+    larger ``alpha``.
 
     Args:
         scores: floating tensor of any shape. Entries at or below ``finfo(dtype).min / 2`` (so ``-inf`` and
             ``finfo.min``, with or without a bias) count as masked. NaN or ``+inf`` make their row NaN, as in softmax.
-        alpha: ``>= 1``; a float or a tensor broadcastable to ``scores`` with size 1 along ``dim``, for example ``[H, 1, 1]``
-            for scores ``[B, H, T_q, T_k]``.
+        alpha: ``>= 1``; a float or a tensor broadcastable to ``scores`` with size 1 along ``dim``, for example ``[H,
+            1, 1]`` for scores ``[B, H, T_q, T_k]``.
         dim: the dimension along which the probabilities sum to 1.
         mask: optional bool tensor broadcastable to ``scores``; True marks entries that may receive mass.
 
     Returns:
-        Probabilities in the shape and dtype of ``scores``. Half types are computed in float32 and rounded at the end. Where every
-        entry is masked the result (and its gradient) is 0.
+        Probabilities in the shape and dtype of ``scores``. Half types are computed in float32 and rounded at the
+        end. Where every entry is masked the result (and its gradient) is 0.
 
     Raises:
         TypeError: if ``scores`` is not floating or ``mask`` not bool.
-        ValueError: if ``alpha`` is below 1 or NaN, or a shape does not fit. The values of an ``alpha`` on an accelerator, or
-            inside ``torch.compile``, are not looked at (that would wait for the device): rows with a wrong alpha become NaN.
+        ValueError: if ``alpha`` is below 1 or NaN, or a shape does not fit. The values of an ``alpha`` on an
+        accelerator, or
+            inside ``torch.compile``, are not looked at (that would wait for the device): rows with a wrong alpha
+            become NaN.
 
-    Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under ``torch.func``.
+    Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under
+    ``torch.func``.
 
     Reference:
         Peters, Niculae, Martins (2019), Sparse Sequence-to-Sequence Models, eq. 9 and 13;
@@ -226,7 +223,9 @@ def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    r"""Project scores onto the simplex: :math:`\arg\min_{p \in \triangle} \|p - z\|_2`, which is entmax at ``alpha = 2``.
+    r"""Project scores onto the simplex, which is entmax at ``alpha = 2``.
+
+    .. math:: \operatorname{sparsemax}(z) = \arg\min_{p \in \triangle} \|p - z\|_2
 
     Args:
         scores: as in `entmax`.

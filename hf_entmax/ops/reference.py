@@ -1,8 +1,8 @@
 r"""The oracle: slow, in float64, and written to be checked by eye against the papers.
 
 Nothing here shares code with the fast paths and nothing uses autograd: probabilities come from long bisection or from
-sorting, derivatives from their closed forms. Tests compare every implementation with these functions, and these with finite
-differences.
+sorting, derivatives from their closed forms. Tests compare every implementation with these functions, and these with
+finite differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def entmax(scores: Tensor, alpha: float | Tensor, dim: int = -1, mask: Tensor | 
         mask: optional bool, broadcastable to ``scores``; True = may receive mass.
 
     Returns:
-        Probabilities in float64; 0 where every entry is masked. Accurate to about 1e-14 for ``alpha <= 2`` and 1e-11 at 3.
+        Probabilities in float64; 0 where every entry is masked. Accurate to about 1e-14 for ``alpha <= 2`` and 1e-11
+        at 3.
 
     Reference:
         Peters, Niculae, Martins (2019), algorithm 1 and eq. 13, with ``tau = u c - 1``.

@@ -4,16 +4,18 @@ With ``u = alpha - 1`` and every row centred at its maximum, the distribution is
 
 .. math:: p_i = [1 + u (y_i - c)]_+^{1/u}, \qquad \textstyle\sum_i p_i = 1,
 
-which is ``exp(y_i - c)`` at ``u = 0``. One number per row has to be found, the threshold ``c``. Two solvers share that work:
+which is ``exp(y_i - c)`` at ``u = 0``. One number per row has to be found, the threshold ``c``. Two solvers share
+that work:
 
-* ``0 <= u <= 1``: ``G(c) = (sum_i p_i)^u`` is the ``1/u``-norm of non-negative, convex, decreasing functions of ``c``, so
-  it is convex and decreasing itself. Newton's method on ``(G - 1)/u`` from any ``c`` where ``sum_i p_i >= 1`` (such as the
-  maximum) climbs to the root and never passes it: no bracket is needed. The step is exact where all entries of the
-  support are equal, and for every row at ``u = 0``, where ``(G - 1)/u`` is ``log sum_i p_i``, linear in ``c``.
-* ``u > 1``: ``p_i`` has an infinite slope where an entry enters the support. The support is found by a binary search over
-  the sorted row; the root is then sought in the smallest probability ``x`` of the support:
-  ``S(x) = sum_i (x^u + u (y_i - y_min))^{1/u}`` is increasing and convex, so Newton's method from ``x = 1/k`` descends to
-  the root. All terms are positive; nothing cancels, however steep the edge.
+* ``0 <= u <= 1``: ``G(c) = (sum_i p_i)^u`` is the ``1/u``-norm of non-negative, convex, decreasing functions of
+  ``c``, so it is convex and decreasing itself. Newton's method on ``(G - 1)/u`` from any ``c`` where ``sum_i p_i >=
+  1`` (such as the maximum) climbs to the root and never passes it: no bracket is needed. The step is exact where all
+  entries of the support are equal, and for every row at ``u = 0``, where ``(G - 1)/u`` is ``log sum_i p_i``, linear
+  in ``c``.
+* ``u > 1``: ``p_i`` has an infinite slope where an entry enters the support. The support is found by a binary search
+  over the sorted row; the root is then sought in the smallest probability ``x`` of the support:
+  ``S(x) = sum_i (x^u + u (y_i - y_min))^{1/u}`` is increasing and convex, so Newton's method from ``x = 1/k``
+  descends to the root. All terms are positive; nothing cancels, however steep the edge.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ DEVICE_CHUNK_ELEMENTS = 1 << 25
 SMALLEST_U = 2.0**-100
 #: Where a row's Newton loop may look at its progress it stops by itself; this only ends a loop that cannot.
 MAX_STEPS = 100
+#: Longest rows an exported graph is made for: its loops are unrolled whatever the length will be.
+EXPORT_LENGTH = 1 << 20
 
 _LOG2_E = math.log2(math.e)
 
@@ -55,8 +59,31 @@ def values_visible(tensor: Tensor) -> bool:
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
+def checked(u: Tensor) -> Tensor:
+    """Refuse ``u < 0`` where looking at it is free; elsewhere turn it into NaN, so that it cannot pass unseen."""
+    if u.device.type == "cpu" and values_visible(u):
+        if not bool((u >= 0).all()):
+            worst = float(u.detach().nan_to_num(nan=-math.inf).min()) + 1
+            raise ValueError(
+                f"alpha contains {'NaN' if math.isinf(worst) else worst}, but entmax is defined for alpha >= 1 "
+                "(1 is softmax, 2 sparsemax). Bound a learned alpha, for example by 1 + sigmoid(a)."
+            )
+        return u
+    return torch.where(u >= 0, u, torch.full_like(u, math.nan))
+
+
+def expm1(x: Tensor) -> Tensor:
+    """Return ``exp(x) - 1`` without cancellation, also where a compiler would write it as just that."""
+    if not torch.compiler.is_compiling():
+        return torch.expm1(x)
+    # Inductor lowers `torch.expm1` to `exp(x) - 1`. Kahan's quotient: the rounding of exp cancels against its logarithm.
+    power = torch.exp(x)
+    quotient = (power - 1) * (x / torch.log(power))
+    return torch.where(power == 1, x, torch.where(x.abs() < 1, quotient, power - 1))
+
+
 def chunk_rows(rows: int, length: int, device: torch.device) -> int:
-    """Return how many rows of ``length`` entries to work on at a time, so that temporaries stay a fraction of the input."""
+    """Return how many rows of ``length`` entries to work on at a time, so that temporaries stay small."""
     elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
     return max(1, min(rows, elements // max(1, length)))
 
@@ -69,8 +96,8 @@ def row_probabilities(scores: Tensor, u: float | Tensor) -> Tensor:
         u: ``alpha - 1 >= 0``, a float or a tensor ``[R, 1]`` in the compute dtype.
 
     Returns:
-        ``[R, d]`` probabilities in the dtype of ``scores``; rows without any unmasked entry are 0, rows that contain NaN
-        or ``+inf`` are NaN. Not differentiable.
+        ``[R, d]`` probabilities in the dtype of ``scores``; rows without any unmasked entry are 0, rows that contain
+        NaN or ``+inf`` are NaN. Not differentiable.
     """
     if not values_visible(scores):
         return _solve_chunk(scores, u, visible=False).to(scores.dtype)
@@ -81,6 +108,11 @@ def row_probabilities(scores: Tensor, u: float | Tensor) -> Tensor:
         part = slice(start, min(start + chunk, rows))
         out[part] = _solve_chunk(scores[part], u[part] if isinstance(u, Tensor) else u, visible=True)
     return out
+
+
+def _length_bound(length: int) -> int:
+    """Return the row length that fixed numbers of steps must suffice for: in an export it may be unknown."""
+    return EXPORT_LENGTH if torch.compiler.is_exporting() else length
 
 
 def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
@@ -99,9 +131,9 @@ def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool) -> Tensor:
     if not isinstance(u, Tensor):
         probs, total = _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
     elif not visible:
-        probs, total = _convex(centred.clone(), u.clamp(max=1), visible=False)
-        steep_probs, steep_total = _steep(centred, u.clamp(min=1))
-        probs, total = torch.where(u > 1, steep_probs, probs), torch.where(u > 1, steep_total, total)
+        # Only the branch that is needed runs: sorting every row would cost more than all the rest.
+        probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
+        probs = probs.clone()
     else:
         steep = (u > 1).squeeze(-1)
         if not bool(steep.any()):
@@ -115,8 +147,19 @@ def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool) -> Tensor:
     return probs.mul_(torch.where(alive, 1 / total, torch.zeros_like(total)))
 
 
+def _convex_branch(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    # A branch of `torch.cond` must not overwrite its operands.
+    return _convex(centred.clone(), u, visible=False)
+
+
+def _either(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    probs, total = _convex(centred.clone(), u.clamp(max=1), visible=False)
+    steep_probs, steep_total = _steep(centred, u.clamp(min=1))
+    return torch.where(u > 1, steep_probs, probs), torch.where(u > 1, steep_total, total)
+
+
 def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a copy of the rows, maximum 0, in the compute dtype, and flags ``[R, 1]`` of rows with an unmasked entry."""
+    """Return a copy of the rows, maximum 0, in the compute dtype, and ``[R, 1]``: has the row an unmasked entry."""
     dtype = compute_dtype(scores.dtype)
     maximum = scores.amax(-1, keepdim=True)
     # Written so that a NaN maximum counts as alive and reaches the output.
@@ -129,7 +172,10 @@ def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tensor, Tensor]:
-    """Newton's method from the left for ``0 <= u <= 1``; consumes ``centred``, returns ``p`` up to its sum, and the sum."""
+    """Newton's method from the left for ``0 <= u <= 1``; consumes ``centred``.
+
+    Returns ``p`` up to its sum, and the sum.
+    """
     if not isinstance(u, Tensor) and u == 0:
         # exp2 is several times faster than exp on CPUs, and indifferent to -inf.
         probs = centred.mul_(_LOG2_E).exp2_()
@@ -140,7 +186,7 @@ def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tenso
     scaled = centred.mul_(u)
     # The threshold is rounded at its own size, up to log d; asking for a smaller residual would be asking for noise.
     tolerance = 2 * torch.finfo(dtype).eps * (4 + math.log(length)) if visible else 0.0
-    steps = MAX_STEPS if visible else newton_steps(length, u if isinstance(u, float) else 1.0, dtype)
+    steps = MAX_STEPS if visible else newton_steps(_length_bound(length), 1.0 if isinstance(u, Tensor) else u, dtype)
     threshold = torch.zeros_like(scaled[:, :1])
     for step in range(steps + 1):
         probs, total, base = _evaluate(scaled, threshold, u)
@@ -148,7 +194,7 @@ def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tenso
         if step == steps or (visible and not bool((total > 1 + tolerance).any())):
             return probs, total
         slope = _slope(probs, base, u)
-        move = -torch.expm1(-u * torch.log(total)) * total / slope
+        move = -expm1(-u * torch.log(total)) * total / slope
         threshold = threshold + torch.where(slope > 0, move, torch.zeros_like(move))
     raise AssertionError("unreachable: the last step returns")
 
@@ -185,7 +231,7 @@ def _steep(centred: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
     ordered = clipped.sort(dim=-1, descending=True).values
     low = torch.zeros((*ordered.shape[:-1], 1), dtype=torch.long, device=centred.device)
     high = torch.full_like(low, length - 1)
-    for _ in range(max(1, (length - 1).bit_length())):
+    for _ in range(max(1, (_length_bound(length) - 1).bit_length())):
         middle = (low + high + 1) // 2
         edge = ordered.gather(-1, middle)
         inside = (ordered - edge).clamp_(min=0).mul_(u).pow_(inverse).sum(-1, keepdim=True) < 1
