@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_entmax.analysis.command import analyze_command
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -131,6 +133,9 @@ def quickstart(
     from hf_entmax.quickstart import run
 
     run(out, model=model, output_alpha=output_alpha, seed=seed)
+
+
+app.command("analyze")(analyze_command)
 
 
 def _load(model: str, auto_class: str | None) -> Any:

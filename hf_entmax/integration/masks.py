@@ -104,12 +104,12 @@ def entmax_mask(
             batch_size,
             q_length,
             kv_length,
-            q_offset,
+            q_offset,  # type: ignore[arg-type]
             kv_offset,
             mask_function,
             attention_mask,
             dtype,
-            **kwargs,  # type: ignore[arg-type]
+            **kwargs,
         )
 
     if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or isinstance(q_offset, Tensor):

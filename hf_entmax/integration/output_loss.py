@@ -63,7 +63,11 @@ class OutputLoss:
         if self.mapping is not None:
             from hf_entmax.multilabel import multilabel_loss
 
-            return multilabel_loss(logits, labels, mapping=self.mapping)
+            items = given.get("num_items_in_batch")
+            if items is None:
+                return multilabel_loss(logits, labels, mapping=self.mapping)
+            # The Trainer counts labels; each row has as many of them as there are classes.
+            return multilabel_loss(logits, labels, mapping=self.mapping, reduction="sum") * (labels.shape[-1] / items)
         if labels.is_floating_point():
             raise ValueError(
                 f"{type(module).__name__} was given labels of dtype {labels.dtype}: output_alpha needs one class index per "

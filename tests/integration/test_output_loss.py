@@ -154,3 +154,38 @@ def test_labels_out_of_range_are_named():
     model = patch_model(tf.BertForTokenClassification(tf.BertConfig(**SIZES, num_labels=3)), output_alpha=1.5)
     with pytest.raises((ValueError, IndexError), match=r"7|out of"):
         model(input_ids=torch.tensor([[4, 5]]), labels=torch.tensor([[0, 7]]))
+
+
+def _multilabel_model(mapping, **extra):
+    model = tf.BertForSequenceClassification(
+        tf.BertConfig(**SIZES, num_labels=5, problem_type="multi_label_classification")
+    ).eval()
+    return patch_model(model, output_mapping=mapping, **extra)
+
+
+@pytest.mark.parametrize(
+    "mapping", ["sparsehourglass(q=2)", "sparsegen_lin(lam=0.5)", "entmax(alpha=1.3)", "sparsemax", "softmax"]
+)
+def test_multilabel_losses_by_name(mapping, tmp_path):
+    from hf_entmax.multilabel import multilabel_loss
+
+    model = _multilabel_model(mapping)
+    labels = torch.tensor([[1.0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
+    batch = {"input_ids": tiny.inputs("bert")["input_ids"], "labels": labels}
+    out = model(**batch)
+    assert torch.allclose(out.loss, multilabel_loss(out.logits, labels, mapping), atol=1e-6)
+    summed = model(**batch, num_items_in_batch=torch.tensor(15)).loss
+    assert torch.allclose(summed, multilabel_loss(out.logits, labels, mapping, reduction="sum") / 3, atol=1e-6)
+    out.loss.backward()
+    model.save_pretrained(tmp_path)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(**batch).loss, out.loss)
+
+
+def test_multilabel_losses_want_a_multilabel_head():
+    with pytest.raises(ValueError, match="multi_label_classification"):
+        patch_model(tiny.build("bert"), output_mapping="sparsemax")
+    with pytest.raises(ValueError, match="unknown"):
+        _multilabel_model("sparsemin")
+    with pytest.raises(ValueError, match="both choose"):
+        _multilabel_model("sparsemax", output_alpha=1.5)
