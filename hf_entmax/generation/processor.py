@@ -1,36 +1,70 @@
-"""Entmax probabilities for ``generate()``, as a logits processor."""
+"""Sparse probabilities for ``generate()``."""
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import LogitsProcessor
 
-from hf_entmax.ops import entmax
-from hf_entmax.ops.mapping import check_alpha
+from hf_entmax.ops.candidates import solve_rows
+
+
+def log_entmax(scores: Tensor, alpha: float) -> Tensor:
+    """Log-probabilities ``log entmax(scores)`` along the last dimension, ``-inf`` where the probability is 0.
+
+    Args:
+        scores: ``[n, V]``, floating point; ``-inf`` marks what is forbidden.
+        alpha: ``>= 1``.
+
+    Returns:
+        ``[n, V]`` of the dtype of ``scores``. A row that is ``-inf`` throughout stays so. Not differentiable.
+    """
+    solution = solve_rows(scores, alpha - 1.0)
+    logs = solution.probs.log()
+    if solution.columns is not None:
+        row, place = (solution.probs > 0).nonzero(as_tuple=True)
+        found = logs[row, place]
+        logs = logs.new_full(scores.shape, -math.inf)
+        logs[row, solution.columns[row, place]] = found
+    return logs.to(scores.dtype)
 
 
 class EntmaxLogitsProcessor(LogitsProcessor):
-    r"""Turn scores into log-probabilities of alpha-entmax.
+    r"""Turns the scores of each step into the log-probabilities of alpha-entmax.
 
-    ``log entmax(z)`` is what ``generate()`` needs in the place of logits: sampling takes the softmax of it, which gives
-    the entmax probabilities back, and beam search adds it up. Entmax does not change when a constant is added to the
-    scores, so logits and log-softmax (which beam search passes) give the same. A model patched with ``output_alpha``
-    uses this by itself.
+        scores <- log entmax(scores),     log 0 = -inf
+
+    Entmax does not change when all scores of a row shift alike, so that it makes no difference whether it is given
+    logits (greedy search, sampling) or log-softmax values (beam search): the result is exact for all of them. It
+    belongs after the processors that forbid tokens by ``-inf`` (constrained decoding, minimum length, bad words, ...),
+    so that what remains shares the whole mass, and before the ones that act on probabilities (temperature, top-k,
+    top-p, ...). In the list given to ``generate(logits_processor=[...])`` it stands exactly there. A model patched with
+    ``output_alpha`` has it by itself.
 
     Args:
-        alpha: >= 1; 1 is softmax.
+        alpha: ``>= 1``; 1 gives log-softmax.
 
-    Returns (when called): float ``[B, V]`` log-probabilities, in nats, -inf where the probability is 0. A token that is
-    forbidden (-inf) stays so; a row in which everything is forbidden stays -inf.
+    Raises:
+        ValueError: if alpha is below 1 or not finite.
+        TypeError: if alpha is not a number.
 
-    Reference: Peters et al. 2019, sec. 4.
+    Reference:
+        Peters, Niculae, Martins 2019, sec. 4.1.
     """
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha = check_alpha(alpha)
+    def __init__(self, alpha: float = 1.5) -> None:
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            raise TypeError(f"alpha must be a float, not {type(alpha).__name__}.")
+        if not 1.0 <= alpha < math.inf:
+            raise ValueError(f"alpha={alpha} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax).")
+        self.alpha = float(alpha)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities of ``scores [B, V]``; ``input_ids`` are not looked at."""
-        wide = scores if scores.dtype == torch.float64 else scores.float()
-        return entmax(wide, self.alpha).log().to(scores.dtype)
+    @torch.no_grad()
+    def __call__(self, input_ids: LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """The log-probabilities of ``scores`` ``[batch, V]``, same shape and dtype; ``input_ids`` are not looked at."""
+        return log_entmax(scores, self.alpha)  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"EntmaxLogitsProcessor(alpha={self.alpha})"

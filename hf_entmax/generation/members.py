@@ -1,0 +1,394 @@
+"""Models made ready for a search: prepared by ``generate()`` itself, asked for probabilities step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+)
+from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.utils.generic import ModelOutput
+
+from hf_entmax.generation.processor import EntmaxLogitsProcessor, log_entmax
+from hf_entmax.integration.config_hook import CONFIG_KEY
+
+T = TypeVar("T")
+
+
+class Member:
+    """One model with its inputs, as ``generate()`` hands them to a decoding loop.
+
+    Args:
+        model: the model that runs.
+        alpha: of its output probabilities, ``>= 1``.
+        input_ids: prompt or decoder start tokens, ``[rows, T]``.
+        processors: what acts on the logits before they become probabilities.
+        options: keyword arguments for the model.
+    """
+
+    def __init__(
+        self, model: Any, alpha: float, input_ids: Tensor, processors: LogitsProcessorList, options: dict[str, Any]
+    ) -> None:
+        self.model = model
+        self.alpha = alpha
+        self.input_ids = input_ids
+        self.processors = processors
+        self.options = options
+        self._first = True
+
+    def log_probs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
+        """Log-probabilities ``[rows, V]`` in float64, ``-inf`` where they are 0."""
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        scores = self.processors(input_ids, logits.to(dtype=wide, copy=True))  # type: ignore[arg-type]
+        if bool(torch.isnan(scores).any()):
+            raise ValueError(f"{type(self.model).__name__} returned NaN: there are no probabilities to search.")
+        if scores.device.type == "mps":
+            scores = scores.cpu()
+        return log_entmax(scores.double(), self.alpha)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Continue all rows by one step, with the cache.
+
+        Args:
+            tokens: the new tokens so far, ``[rows, t]``.
+
+        Returns:
+            Log-probabilities of the next token, ``[rows, V]``.
+        """
+        input_ids = torch.cat((self.input_ids, tokens.to(self.input_ids.device)), dim=-1)
+        # Without a cache, every step is a first one: the model sees the whole sequence.
+        one = 1 if self.options.get("use_cache") and not self._first else None
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=one, is_first_iteration=self._first, **self.options
+        )
+        outputs = self.model(**inputs, return_dict=True)
+        self._first = False
+        self.options = self.model._update_model_kwargs_for_generation(
+            outputs, self.options, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
+        return self.log_probs(outputs.logits[:, -1], input_ids)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``i`` continue what row ``rows[i]`` was; prompts stay where they are."""
+        name = next((name for name in ALL_CACHE_NAMES if self.options.get(name) is not None), None)
+        if name is None:
+            return
+        rows = rows.to(self.input_ids.device)
+        cache = self.options[name]
+        if hasattr(self.model, "_reorder_cache"):
+            self.options[name] = self.model._reorder_cache(cache, rows)
+        elif hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(rows)
+        else:
+            raise ValueError(
+                f"the cache of {type(self.model).__name__} ({type(cache).__name__}) cannot be reordered: pass use_cache=False."
+            )
+
+    def forward_prefixes(self, prefixes: Sequence[Sequence[int]], keep: int) -> Tensor:
+        """Logits after prefixes of any lengths, in one pass without a cache.
+
+        Args:
+            prefixes: new tokens of each prefix. Shorter ones are filled up behind their end, which a causal model
+                does not notice before.
+            keep: how many positions to return, counted from the end of the longest prefix.
+
+        Returns:
+            ``[len(prefixes), keep, V]``.
+        """
+        count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
+        options = {name: _repeat(name, value, count) for name, value in self.options.items()}
+        filler = int(self.input_ids[0, -1])
+        new = torch.tensor([[*prefix, *[filler] * (longest - len(prefix))] for prefix in prefixes], dtype=torch.long)
+        input_ids = torch.cat((self.input_ids.repeat(count, 1), new.to(self.input_ids.device)), dim=-1)
+        if longest:
+            options = self.model._update_model_kwargs_for_generation(
+                ModelOutput(), options, is_encoder_decoder=self.model.config.is_encoder_decoder, num_new_tokens=longest
+            )
+        if "logits_to_keep" in options:
+            options["logits_to_keep"] = keep
+        inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **options)
+        return self.model(**inputs, return_dict=True).logits[:, -keep:]
+
+    def after(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probabilities of the next token after each prefix, ``[len(prefixes), V]``, for a batch of one input."""
+        lengths = [len(prefix) for prefix in prefixes]
+        longest = max(lengths)
+        logits = self.forward_prefixes(prefixes, longest - min(lengths) + 1)
+        last = torch.stack([logits[i, length - longest - 1] for i, length in enumerate(lengths)])
+        if not self.processors:
+            return self.log_probs(last, self.input_ids)
+        # Processors look back at whole sequences, which differ in length here.
+        rows = []
+        for prefix, scores in zip(prefixes, last, strict=True):
+            new = torch.tensor([list(prefix)], dtype=torch.long, device=self.input_ids.device)
+            rows.append(self.log_probs(scores[None], torch.cat((self.input_ids, new), dim=-1)))
+        return torch.cat(rows)
+
+
+class Ensemble:
+    """One or several members, whose probabilities are averaged at every step.
+
+    Raises:
+        ValueError: if their vocabularies or end-of-sequence tokens differ.
+    """
+
+    def __init__(
+        self, members: list[Member], eos_token_ids: list[int], max_new_tokens: int, criteria: list[Any]
+    ) -> None:
+        self.members = members
+        self.eos_token_ids = eos_token_ids
+        self.max_new_tokens = max_new_tokens
+        self.criteria = criteria
+
+    @property
+    def rows(self) -> int:
+        """How many sequences the members were prepared for."""
+        return self.members[0].input_ids.shape[0]
+
+    def average(self, all_log_probs: list[Tensor]) -> Tensor:
+        """The logarithm of the mean probability, exact where there is one member."""
+        if len(all_log_probs) == 1:
+            return all_log_probs[0]
+        sizes = [log_probs.shape[-1] for log_probs in all_log_probs]
+        if len(set(sizes)) > 1:
+            names = ", ".join(f"{type(m.model).__name__}: {n}" for m, n in zip(self.members, sizes, strict=True))
+            raise ValueError(f"the models of an ensemble must have one vocabulary, but their sizes differ ({names}).")
+        device = all_log_probs[0].device
+        stacked = torch.stack([log_probs.to(device) for log_probs in all_log_probs])
+        # logsumexp of a column that is -inf throughout is -inf, as it should be.
+        return stacked.logsumexp(0) - math.log(len(all_log_probs))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """See :meth:`Member.step`."""
+        return self.average([member.step(tokens) for member in self.members])
+
+    def reorder(self, rows: Tensor) -> None:
+        """See :meth:`Member.reorder`."""
+        for member in self.members:
+            member.reorder(rows)
+
+    def after(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
+        """See :meth:`Member.after`."""
+        return self.average([member.after(prefixes) for member in self.members])
+
+
+def _repeat(name: str, value: Any, count: int) -> Any:
+    """Copy what belongs to the one input, ``count`` times."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _repeat(key, part, count) for key, part in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_repeat(name, part, count) for part in value)
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    # Positions may have a dimension for their kinds (text, height, width) before the batch.
+    batch_dim = 1 if name.endswith("position_ids") and value.dim() == 3 else 0
+    return value.repeat_interleave(count, dim=batch_dim) if value.shape[batch_dim] == 1 else value
+
+
+def output_alpha_of(model: Any, given: float | None) -> float:
+    """The alpha of a model's output: as given, else as configured by ``output_alpha``, else 1 (softmax)."""
+    if given is not None:
+        return EntmaxLogitsProcessor(given).alpha
+    config = getattr(model.config, CONFIG_KEY, None) or {}
+    return float(config.get("output_alpha") or 1.0)
+
+
+def without_entmax(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, float | None]:
+    """Take out the entmax processor (the search does that itself, in float64) and say which alpha it had.
+
+    An end that is forced at the maximum length is taken out too: it would make every cut-off sequence look finished.
+    """
+    rest, alpha = LogitsProcessorList(), None
+    for processor in processors:
+        if isinstance(processor, EntmaxLogitsProcessor):
+            alpha = processor.alpha
+        elif not isinstance(processor, ForcedEOSTokenLogitsProcessor):
+            rest.append(processor)
+    return rest, alpha
+
+
+def end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
+    """The end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length.
+
+    Raises:
+        ValueError: if nothing could ever end a sequence.
+    """
+    tokens = getattr(generation_config, "_eos_token_tensor", None)
+    ids = [] if tokens is None else [int(token) for token in tokens]
+    rest = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    if not ids and not rest:
+        raise ValueError(
+            "no sequence can ever finish: the model has no end-of-sequence token. Set model.generation_config.eos_token_id "
+            "or pass eos_token_id=..."
+        )
+    return ids, rest
+
+
+def as_models(model: Any) -> list[Any]:
+    """A list of models from one model or several.
+
+    Raises:
+        ValueError: if there is none.
+        TypeError: if one of them cannot generate.
+    """
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    if not models:
+        raise ValueError("the ensemble is empty: give at least one model.")
+    for one in models:
+        if not hasattr(one, "generate") or not hasattr(one, "prepare_inputs_for_generation"):
+            raise TypeError(
+                f"{type(one).__name__} cannot generate: load it with a language-modelling head, e.g. by "
+                "AutoModelForCausalLM or AutoModelForSeq2SeqLM."
+            )
+    return models
+
+
+def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
+    """One dictionary of inputs for each model, on its device.
+
+    Raises:
+        TypeError: if the inputs are no mappings.
+        ValueError: if there is not one for each model, or they hold something the search cannot use.
+    """
+    several = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs] * len(models)
+    if len(several) != len(models):
+        raise ValueError(
+            f"{len(several)} dictionaries of inputs were given for {len(models)} models: give one, or one each."
+        )
+    ready = []
+    for one, model in zip(several, models, strict=True):
+        if not isinstance(one, Mapping):
+            raise TypeError(
+                f"inputs must be a dictionary as tokenizers return it (input_ids, attention_mask, ...), not "
+                f"{type(one).__name__}."
+            )
+        if one.get("past_key_values") is not None:
+            raise ValueError("inputs hold past_key_values: the search keeps caches of its own; give the whole prompt.")
+        device = model.device
+        ready.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in one.items() if k != "labels"})
+    return ready
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """How many inputs a dictionary holds.
+
+    Raises:
+        ValueError: if it holds no tensor to tell.
+    """
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+    raise ValueError(f"inputs hold no tensor, only {sorted(inputs)}: the batch size cannot be told.")
+
+
+def take_input(inputs: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
+    """The inputs of one element of the batch, still with a batch dimension."""
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
+            return value[index : index + 1]
+        if isinstance(value, ModelOutput):
+            return type(value)(**{key: take(part) for key, part in value.items()})
+        return value
+
+    return {key: take(value) for key, value in inputs.items()}
+
+
+@contextlib.contextmanager
+def _evaluating(models: list[Any]) -> Iterator[None]:
+    """Switch dropout off: what it draws anew at every step is no distribution to search."""
+    training = [model for model in models if model.training]
+    for model in training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model in training:
+            model.train()
+
+
+def with_members(
+    models: list[Any],
+    inputs: list[dict[str, Any]],
+    body: Callable[[Ensemble], T],
+    *,
+    output_alpha: float | None,
+    num_beams: int,
+    max_new_tokens: int | None,
+    options: dict[str, Any],
+) -> T:
+    """Have ``generate()`` of each model prepare its inputs, then run ``body`` inside the innermost call.
+
+    Inside, because wrappers (PEFT among them) change their model for the duration of the call only.
+
+    Args:
+        models: at least one.
+        inputs: one dictionary for each.
+        body: gets the ensemble, returns the result.
+        output_alpha: for all models; None reads each model's configuration.
+        num_beams: rows per input.
+        max_new_tokens: None leaves it to the generation configurations.
+        options: further keyword arguments of ``generate()``.
+    """
+    members: list[Member] = []
+    ends: list[tuple[list[int], int, list[Any]]] = []
+
+    def next_member(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **rest: Any,
+    ) -> T:
+        processors, alpha = without_entmax(logits_processor)
+        if output_alpha is not None or alpha is None:
+            alpha = output_alpha_of(model, output_alpha)
+        members.append(Member(model, alpha, input_ids, processors, rest))
+        eos, criteria = end_of_sequence(generation_config, stopping_criteria)
+        ends.append((eos, int(generation_config.max_length) - input_ids.shape[1], criteria))
+        return prepare(len(members))
+
+    def prepare(index: int) -> T:
+        if index < len(models):
+            limit = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+            return models[index].generate(
+                **inputs[index],
+                **{"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False},
+                **limit,
+                **options,
+                num_beams=num_beams,
+                custom_generate=next_member,
+            )
+        if len({tuple(sorted(eos)) for eos, _, _ in ends}) > 1:
+            raise ValueError(
+                f"the models of an ensemble must end their sequences alike, but have eos_token_id {[eos for eos, _, _ in ends]}."
+            )
+        if len({member.input_ids.shape[0] for member in members}) > 1:
+            raise ValueError("the models of an ensemble were given batches of different sizes.")
+        return body(Ensemble(members, ends[0][0], min(limit for _, limit, _ in ends), ends[0][2]))
+
+    with _evaluating(models):
+        return prepare(0)
+
+
+def constrained_to(
+    fn: Callable[[int, Tensor], list[int]] | None, index: int
+) -> Callable[[int, Tensor], list[int]] | None:
+    """``prefix_allowed_tokens_fn`` for a batch of one that is element ``index`` of the user's batch."""
+    return None if fn is None else functools.partial(_call_with_index, fn, index)
+
+
+def _call_with_index(fn: Callable[[int, Tensor], list[int]], index: int, _: int, input_ids: Tensor) -> list[int]:
+    return fn(index, input_ids)
