@@ -23,7 +23,7 @@ class Trajectory:
     Attributes:
         steps: optimizer steps, ascending.
         alpha: by site, float64 [steps, layers, heads].
-        density: by site, float64 [steps, layers].
+        density: by site, float64 [steps, layers, heads], or [steps, layers] where the log has means over heads.
         js: head diversity by site, float64 [steps, layers], in units of log(heads).
     """
 
@@ -41,8 +41,8 @@ class Trajectory:
 def read_trajectory(path: str | os.PathLike[str]) -> Trajectory:
     """Reads the JSON-lines log of :class:`hf_entmax.training.AlphaLoggingCallback`.
 
-    Each line is ``{"step": 10, "alpha": {site: [[...], ...]}, "density": {site: [...]}, "js": {site: [...]}}``; all keys
-    but ``step`` may be missing. Lines may come in any order; of two lines for one step the later counts (a run that was
+    Each line is ``{"step": 10, "alpha": {site: [[...], ...]}, "density": {site: [[...], ...]}, "js": {site: [...]}}``;
+    all keys but ``step`` may be missing, and density may be one number per layer. Lines may come in any order; of two lines for one step the later counts (a run that was
     resumed writes the steps after its checkpoint again). A last line cut off by a killed run is left out with a warning.
 
     Args:
@@ -88,7 +88,7 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
     if not isinstance(record, Mapping) or type(record.get("step")) is not int:
         raise ValueError(f"{where}: every line must be an object with an integer 'step'.")
     values: dict[str, dict[str, Tensor]] = {}
-    for what, dimensions in (("alpha", 2), ("density", 1), ("js", 1)):
+    for what, dimensions in (("alpha", (2,)), ("density", (1, 2)), ("js", (1,))):
         per_site = record.get(what) or {}
         if not isinstance(per_site, Mapping):
             raise ValueError(f"{where}: {what!r} must map sites to lists of numbers.")
@@ -103,8 +103,8 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
                 raise ValueError(
                     f"{where}: {what} of {site!r} is not a rectangular list of numbers ({error})."
                 ) from error
-            if tensor.dim() != dimensions:
-                shape = "[layers][heads]" if dimensions == 2 else "[layers]"
+            if tensor.dim() not in dimensions:
+                shape = " or ".join("[layers][heads]" if count == 2 else "[layers]" for count in dimensions)
                 raise ValueError(
                     f"{where}: {what} of {site!r} must be numbers by {shape}, found {tensor.dim()} dimension(s)."
                 )
