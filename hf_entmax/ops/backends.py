@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +42,7 @@ def _missing(name: str) -> str | None:
     package, library, hint = _KERNELS[name]
     if importlib.util.find_spec(library) is None:
         return f"{library} is not installed ({hint})"
-    if name == "triton" and not torch.cuda.is_available():
+    if name == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "there is no CUDA device"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not part of this installation"
@@ -66,7 +68,9 @@ def _kernel(name: str) -> ModuleType | str:
     return _loaded[name]
 
 
-def choose(name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: dict[str, Any]):
+def choose(
+    name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: dict[str, Any]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the attention function to call.
 
     Args:
@@ -96,10 +100,11 @@ def choose(name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | 
             return dense.attention
         return module.attention
     module = _kernel(name)
-    reason = module if isinstance(module, str) else module.unsupported(query, key, value, alpha, **options)
+    if isinstance(module, str):
+        raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")
+    reason = module.unsupported(query, key, value, alpha, **options)
     if reason is not None:
         raise ValueError(
             f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."
         )
-    assert isinstance(module, ModuleType)
     return module.attention

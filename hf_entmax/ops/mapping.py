@@ -90,7 +90,7 @@ class EntmaxGradientFunction(torch.autograd.Function):
             wanted = (grad_rows.to(probs.dtype),) if ctx.with_scores else ()
             return wanted if grad_u is None else (*wanted, grad_u)
 
-        _, pull = torch.func.vjp(formula, *primals)
+        pull = torch.func.vjp(formula, *primals)[1]
         wanted = (ctx.with_scores, ctx.with_alpha)
         grads = pull(tuple(grad for grad, want in zip(grad_outputs, wanted, strict=True) if want))
         return grads[0], grads[1], (grads[2] if len(grads) == 3 else None), None, None
