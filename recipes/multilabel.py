@@ -1,0 +1,345 @@
+"""Multilabel classification by sparse mappings: the study of Laha et al. 2018, and a Transformer on text.
+
+    python recipes/multilabel.py --config recipes/configs/multilabel_mulan.yaml --data-dir DATA
+    python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
+    accelerate launch recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
+    python recipes/multilabel.py --smoke
+    python recipes/multilabel_figures.py --out figures          # figures and tables of what has been run
+
+Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' steps=500``. Runs are appended to
+the CSV file ``--out`` as they finish; started again, the recipe goes on where it stopped.
+
+DATA is the folder that holds ``multilabel/emotions``, ``multilabel/scene``, ... (default: ``$HF_ENTMAX_DATA``, else
+``./data``). Hyper-parameters are chosen by micro-F1 on held-out training rows; test rows are looked at once per run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
+from multilabel_results import Results, f1_scores, score
+
+from hf_entmax.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
+
+METHODS = (
+    "softmax+log",
+    "sparsemax+huber",
+    "sparsemax+huber support",
+    "sparsemax+hinge",
+    "sparsegen_lin+hinge",
+    "sparsehg+hinge",
+    "entmax+fy",
+    "entmax+fy support",
+)
+# The smooth losses reach the target distribution only in the limit, so their baselines tune the probability above which
+# a label is predicted (for sparsemax as Martins and Astudillo 2016 do); the others predict their support.
+WITH_THRESHOLD = ("softmax+log", "sparsemax+huber", "entmax+fy")
+
+
+@dataclasses.dataclass
+class LinearConfig:
+    """The linear-model studies.
+
+    Args:
+        study: ``"mulan"`` or ``"synthetic"``.
+        methods: names in ``METHODS``.
+        seeds: each seeds the validation split and the initialisation (and the synthetic data).
+        folds: validation folds of the training rows; 1 holds out a quarter of them.
+        steps: full-batch Adam steps, the learning rate decaying linearly to 0.
+        lr: learning rate at the start.
+        l2: candidates for the weight of ``||W||^2 / 2``.
+        lams: candidates for ``lam`` of sparsegen-lin.
+        qs: candidates for ``q`` of sparsehourglass.
+        alphas: candidates for ``alpha`` of entmax.
+        thresholds: candidates for the probability above which the methods in ``WITH_THRESHOLD`` predict a label. All
+            other methods predict their support.
+        datasets: Mulan data sets.
+        empty_rows: for data sets with rows without labels: ``"ignore"`` leaves them out of training, ``"extra_label"``
+            gives them a label of their own, which does not count in the scores.
+        mean_labels: synthetic: means ``mu``; rows have mu - 1, mu or mu + 1 labels.
+        label_ranges: synthetic: ranges ``r``; rows have 5 - r to 5 + r labels.
+        lengths: synthetic: document lengths, with Poisson(5) labels.
+        n_samples: synthetic: rows, of which 20 % are test rows.
+    """
+
+    study: str = "mulan"
+    methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
+    folds: int = 5
+    steps: int = 400
+    lr: float = 0.05
+    l2: list[float] = dataclasses.field(default_factory=lambda: [1e-3, 1e-2, 1e-1])
+    lams: list[float] = dataclasses.field(default_factory=lambda: [-3.0, -1.0, 0.0, 0.5])
+    qs: list[float] = dataclasses.field(default_factory=lambda: [0.1, 0.5, 1.0, 5.0])
+    alphas: list[float] = dataclasses.field(default_factory=lambda: [1.5])
+    thresholds: list[float] = dataclasses.field(default_factory=lambda: [i / 40 for i in range(25)])
+    datasets: list[str] = dataclasses.field(default_factory=lambda: ["emotions", "scene", "birds"])
+    empty_rows: list[str] = dataclasses.field(default_factory=lambda: ["ignore"])
+    mean_labels: list[int] = dataclasses.field(default_factory=list)
+    label_ranges: list[int] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    n_samples: int = 5000
+
+    def __post_init__(self) -> None:
+        if self.study not in ("mulan", "synthetic"):
+            raise ValueError(f"study={self.study!r}: choose mulan, synthetic or text.")
+        if unknown := sorted(set(self.methods) - set(METHODS)):
+            raise ValueError(f"methods: {unknown} are unknown; choose from {list(METHODS)}.")
+        if unknown := sorted(set(self.empty_rows) - {"ignore", "extra_label"}):
+            raise ValueError(f'empty_rows: {unknown} are unknown; choose from "ignore" and "extra_label".')
+        if self.folds < 1 or self.steps < 1:
+            raise ValueError(f"folds={self.folds} and steps={self.steps} must be at least 1.")
+
+
+def mappings_of(method: str, config: LinearConfig) -> list[str]:
+    """The mapping specifications among which a method is tuned."""
+    return {
+        "softmax+log": ["softmax"],
+        "sparsemax+huber": ["sparsemax"],
+        "sparsemax+huber support": ["sparsemax"],
+        "sparsemax+hinge": ["sparsemax_hinge"],
+        "sparsegen_lin+hinge": [f"sparsegen_lin(lam={x})" for x in config.lams],
+        "sparsehg+hinge": [f"sparsehourglass(q={x})" for x in config.qs],
+        "entmax+fy": [f"entmax(alpha={x})" for x in config.alphas],
+        "entmax+fy support": [f"entmax(alpha={x})" for x in config.alphas],
+    }[method]
+
+
+def fit(data: Split, included: Tensor, l2: Tensor, mapping: str, config: LinearConfig, seed: int) -> Tensor:
+    """Train ``G`` linear models at once, each on its own rows.
+
+    Args:
+        data: ``N`` rows with ``F`` features.
+        included: bool ``[G, N]``, the training rows of each model.
+        l2: ``[G]``.
+        mapping: the loss.
+        config: steps and learning rate.
+        seed: of the initialisation.
+
+    Returns:
+        Weights ``[G, F + 1, K]``, the bias last.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.cat([data.features, torch.ones(len(data), 1)], dim=1)
+    weights = 0.01 * torch.randn(len(l2), x.shape[1], data.labels.shape[1], generator=generator)
+    weights.requires_grad_()
+    optimiser = torch.optim.Adam([weights], lr=config.lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, config.steps)
+    rows = included & (data.labels.sum(-1) > 0)
+    labels = data.labels.expand(len(l2), -1, -1)
+    for _ in range(config.steps):
+        optimiser.zero_grad()
+        losses = multilabel_loss(x @ weights, labels, mapping, reduction="none")
+        fitted = (losses * rows).sum(1) / rows.sum(1).clamp(min=1)
+        (fitted + l2 / 2 * weights[:, :-1].square().sum((1, 2))).sum().backward()
+        optimiser.step()
+        schedule.step()
+    return weights.detach()
+
+
+def logits_of(data: Split, weights: Tensor) -> Tensor:
+    """``[..., N, K]`` for weights ``[..., F + 1, K]``."""
+    return data.features @ weights[..., :-1, :] + weights[..., -1:, :]
+
+
+def tune_and_test(
+    train: Split, test: Split, method: str, config: LinearConfig, seed: int, n_scored: int
+) -> tuple[Tensor, Tensor, dict[str, Any], float]:
+    """Choose hyper-parameters on held-out training rows, train on all of them, predict the test rows.
+
+    Args:
+        train: training rows.
+        test: test rows; their labels are not used.
+        method: a name in ``METHODS``.
+        config: the candidates.
+        seed: of the split and the initialisation.
+        n_scored: how many of the labels count in the scores (the first ones).
+
+    Returns:
+        Probabilities and predictions of the test rows ``[N, K]``, what was chosen, and its validation micro-F1.
+    """
+    folds = max(config.folds, 4)
+    fold = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)) % folds
+    held_out = torch.stack([fold == i for i in range(config.folds)])
+    grid = torch.tensor(config.l2)
+    thresholds: list[float | None] = list(config.thresholds) if method in WITH_THRESHOLD else [None]
+    best: tuple[float, dict[str, Any]] = (-1.0, {})
+    for mapping in mappings_of(method, config):
+        included = ~held_out.repeat(len(grid), 1)
+        weights = fit(train, included, grid.repeat_interleave(config.folds), mapping, config, seed)
+        logits = logits_of(train, weights).unflatten(0, (len(grid), config.folds))
+        # Every row is predicted by the model of the fold that left it out; rows never left out do not count.
+        rows = held_out.any(0)
+        pooled = (logits * held_out[:, :, None]).sum(1)[:, rows]
+        truth = train.labels[rows]
+        for threshold, (i, l2) in itertools.product(thresholds, enumerate(config.l2)):
+            predicted = multilabel_predict(pooled[i], mapping, threshold=threshold)
+            micro = float(f1_scores(predicted[:, :n_scored], truth[:, :n_scored])[0])
+            if micro > best[0]:
+                best = micro, {"mapping": mapping, "l2": l2, "threshold": threshold}
+    validation, chosen = best
+    everything = torch.ones(1, len(train), dtype=torch.bool)
+    weights = fit(train, everything, torch.tensor([chosen["l2"]]), chosen["mapping"], config, seed)[0]
+    logits = logits_of(test, weights)
+    probs = multilabel_probabilities(logits, chosen["mapping"])
+    predicted = multilabel_predict(logits, chosen["mapping"], threshold=chosen["threshold"])
+    return probs, predicted, chosen, validation
+
+
+def with_extra_label(data: Split) -> Split:
+    """Give rows without labels a label of their own, the last one."""
+    empty = (data.labels.sum(-1, keepdim=True) == 0).float()
+    return Split(data.features, torch.cat([data.labels, empty], dim=1))
+
+
+def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Every run of a linear study as its key in the results and a function that makes its (train, test) rows."""
+    if config.study == "mulan":
+        for name, seed, empty in itertools.product(config.datasets, config.seeds, config.empty_rows):
+            if empty == "ignore" or not bool((read_mulan(data_dir, name)[0].labels.sum(-1) > 0).all()):
+                setting = f"l2={config.l2[0]:g}" if len(config.l2) == 1 else "l2 tuned"
+                key = {"dataset": name, "setting": setting, "seed": seed, "empty_rows": empty}
+                yield key, lambda name=name: read_mulan(data_dir, name)
+        return
+    axes = [
+        *(
+            ("mean_labels", mu, tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10), mu, 2000)
+            for mu in config.mean_labels
+        ),
+        *(("label_range", r, tuple(range(5 - r, 5 + r + 1)), 5, 2000) for r in config.label_ranges),
+        *(("length", length, None, 5, length) for length in config.lengths),
+    ]
+    for (axis, setting, counts, mean, length), seed in itertools.product(axes, config.seeds):
+
+        def make(counts: Any = counts, mean: int = mean, length: int = length, seed: int = seed) -> tuple[Split, Split]:
+            data = synthetic_documents(counts, mean_labels=mean, length=length, seed=seed, n_samples=config.n_samples)
+            train, test = split_rows(data, (0.8, 0.2), seed)
+            centre, spread = train.features.mean(0), train.features.std(0).clamp(min=1e-6)
+            return tuple(Split((part.features - centre) / spread, part.labels) for part in (train, test))  # type: ignore[return-value]
+
+        yield {"dataset": axis, "setting": setting, "seed": seed, "empty_rows": "ignore"}, make
+
+
+def run_linear(config: LinearConfig, data_dir: Path, results: Results) -> None:
+    """All runs of a linear study that the results do not hold yet."""
+    for key, make in linear_tasks(config, data_dir):
+        todo = [m for m in config.methods if not results.has(study=config.study, method=m, **key)]
+        if not todo:
+            continue
+        train, test = make()
+        n_labels = test.labels.shape[1]
+        if key["empty_rows"] == "extra_label":
+            train = with_extra_label(train)
+        for method in todo:
+            start = time.perf_counter()
+            probs, predicted, chosen, validation = tune_and_test(train, test, method, config, key["seed"], n_labels)
+            seconds = time.perf_counter() - start
+            labelled = test.labels.sum(-1) > 0
+            subsets = {"all": torch.ones_like(labelled)} | ({} if bool(labelled.all()) else {"labelled": labelled})
+            for name, rows in subsets.items():
+                # The extra label takes mass, but is no label of the data: probabilities are renormalised without it.
+                kept = probs[rows, :n_labels]
+                kept = kept / kept.sum(-1, keepdim=True).clamp(min=1e-12)
+                scores = score(kept, predicted[rows, :n_labels], test.labels[rows])
+                results.add(
+                    study=config.study,
+                    method=method,
+                    test_rows=name,
+                    **key,
+                    **scores,
+                    validation_micro_f1=round(validation, 4),
+                    chosen=json.dumps(chosen),
+                    n_train=len(train),
+                    n_test=int(rows.sum()),
+                    seconds=round(seconds, 1),
+                )
+                print(
+                    f"{key['dataset']:12} {key['setting']!s:5} seed {key['seed']} {method:20} {name:9} {scores}",
+                    flush=True,
+                )
+
+
+def smoke_config(study: str) -> dict[str, Any]:
+    """A few seconds of everything."""
+    if study == "text":
+        return {"study": "text", "data": "english_verbs", "limit": 96, "epochs": 1, "seeds": [0], "hidden": 16}
+    small = {"seeds": [0], "folds": 2, "steps": 10, "l2": [1e-2], "lams": [0.0], "qs": [1.0]}
+    return {"study": "synthetic", "mean_labels": [3], "label_ranges": [2], "lengths": [50], "n_samples": 60, **small}
+
+
+def build_config(values: dict[str, Any]) -> Any:
+    """The configuration of the study that ``values["study"]`` names.
+
+    Raises:
+        ValueError: for keys that the study does not have.
+    """
+    from multilabel_text import TextConfig
+
+    kind = TextConfig if values.get("study") == "text" else LinearConfig
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"unknown configuration keys {unknown}; {kind.__name__} has {known}.")
+    return kind(**values)
+
+
+def overrides(pairs: list[str]) -> dict[str, Any]:
+    """``key=value`` arguments, values read as YAML."""
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} is not of the form key=value.")
+        values[key] = yaml.safe_load(value)
+    return values
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="a YAML file of recipes/configs")
+    parser.add_argument("--data-dir", type=Path, default=None, help="default: $HF_ENTMAX_DATA, else ./data")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="CSV file; default: recipes/results/multilabel/STUDY.csv"
+    )
+    parser.add_argument("--smoke", action="store_true", help="run all studies in a few seconds, on built-in data")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    options = parser.parse_args(arguments)
+    if options.smoke == (options.config is not None):
+        parser.error("give either --config or --smoke.")
+    from multilabel_text import TextConfig, run_text
+
+    plans = (
+        [smoke_config("synthetic"), smoke_config("text")]
+        if options.smoke
+        else [yaml.safe_load(options.config.read_text())]
+    )
+    for plan in plans:
+        try:
+            config = build_config({**plan, **({} if options.smoke else overrides(options.overrides))})
+        except (TypeError, ValueError) as error:
+            parser.error(str(error))
+        folder = Path("smoke") if options.smoke else Path(__file__).parent / "results" / "multilabel"
+        out = options.out or folder / f"{config.study}.csv"
+        data_dir = options.data_dir or default_data_dir()
+        if isinstance(config, TextConfig):
+            run_text(config, data_dir, Results(out))
+        else:
+            run_linear(config, data_dir, Results(out))
+
+
+if __name__ == "__main__":
+    main()

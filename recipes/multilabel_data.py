@@ -1,0 +1,240 @@
+"""The data of the multilabel study: Mulan ARFF files, synthetic documents, and texts with sets of labels."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import os
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MULAN_SOURCE = "https://github.com/tsoumakas/mulan/tree/master/data/multi-label"
+
+
+@dataclasses.dataclass
+class Split:
+    """Features ``[N, F]`` (or texts) and labels ``[N, K]`` of one part of a data set."""
+
+    features: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def rows(self, index: Tensor) -> Split:
+        """The rows of that index."""
+        return Split(self.features[index], self.labels[index])
+
+
+def default_data_dir() -> Path:
+    """The folder in the environment variable ``HF_ENTMAX_DATA``, else ``./data``."""
+    return Path(os.environ.get("HF_ENTMAX_DATA", "data"))
+
+
+def find_folder(data_dir: Path, name: str) -> Path:
+    """``data_dir/multilabel/name`` or ``data_dir/name``.
+
+    Raises:
+        FileNotFoundError: naming both, and where the files come from.
+    """
+    candidates = [data_dir / "multilabel" / name, data_dir / name]
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"No data set {name!r}: looked for {candidates[0]} and {candidates[1]}. Download {name}-train.arff, "
+        f"{name}-test.arff and {name}.xml from {MULAN_SOURCE}, or name their parent folder with --data-dir or "
+        "the environment variable HF_ENTMAX_DATA."
+    )
+
+
+def _open(path: Path) -> io.StringIO:
+    zipped = path.with_name(path.name + ".gz")
+    if path.exists():
+        return io.StringIO(path.read_text(encoding="utf-8"))
+    if zipped.exists():
+        return io.StringIO(gzip.decompress(zipped.read_bytes()).decode("utf-8"))
+    raise FileNotFoundError(f"Neither {path} nor {zipped} exists.")
+
+
+def read_mulan(data_dir: Path, name: str) -> tuple[Split, Split]:
+    """The published training and test rows of a Mulan data set, features standardised by the training rows.
+
+    Nominal features become one column per value. The labels are the attributes that the XML file names.
+    """
+    from scipy.io import arff
+
+    folder = find_folder(data_dir, name)
+    root = ElementTree.parse(_open(folder / f"{name}.xml")).getroot()
+    wanted = [_plain(element.attrib["name"]) for element in root if element.tag.endswith("label")]
+    parts = []
+    for part in ("train", "test"):
+        rows, meta = arff.loadarff(_open(folder / f"{name}-{part}.arff"))
+        columns, labels = [], {}
+        for attribute in meta.names():
+            kind, values = meta[attribute]
+            if _plain(attribute) in wanted:
+                labels[_plain(attribute)] = (rows[attribute] == b"1").astype(np.float32)
+            elif kind == "nominal":
+                columns += [(rows[attribute] == value.encode()).astype(np.float32) for value in values]
+            else:
+                columns.append(rows[attribute].astype(np.float32))
+        missing = sorted(set(wanted) - set(labels))
+        if missing:
+            raise ValueError(f"{folder}: the labels {missing} of {name}.xml are no attributes of {name}-{part}.arff.")
+        parts.append((np.stack(columns, 1), np.stack([labels[label] for label in wanted], 1)))
+    (train_x, train_y), (test_x, test_y) = parts
+    mean, std = train_x.mean(0), train_x.std(0)
+    std[std == 0] = 1.0
+    return tuple(  # type: ignore[return-value]
+        Split(torch.from_numpy((x - mean) / std).float(), torch.from_numpy(y))
+        for x, y in ((train_x, train_y), (test_x, test_y))
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("\\", "").strip().strip("'\"").strip()
+
+
+def synthetic_documents(
+    counts: tuple[int, ...] | None,
+    *,
+    mean_labels: float,
+    length: int,
+    seed: int,
+    n_samples: int = 5000,
+    vocabulary: int = 10,
+    n_labels: int = 10,
+) -> Split:
+    """Bags of words with sets of topics, by ``sklearn.datasets.make_multilabel_classification``.
+
+    Args:
+        counts: the numbers of labels that rows have, each equally often; None leaves them Poisson distributed.
+        mean_labels: mean of that Poisson distribution (conditioned on 1 to ``n_labels``).
+        length: mean number of words.
+        seed: of the generator: another seed is another set of topics.
+        n_samples: how many rows.
+        vocabulary: number of different words.
+        n_labels: number of topics, K.
+
+    Returns:
+        Word counts divided by ``length`` and 0/1 labels.
+
+    Raises:
+        ValueError: if a number of labels is impossible, or so rare that the generator did not make enough such rows.
+    """
+    from sklearn.datasets import make_multilabel_classification
+
+    if counts is not None and not all(1 <= c <= n_labels for c in counts):
+        raise ValueError(f"counts={counts} is not allowed: rows have between 1 and {n_labels} labels.")
+    size = n_samples
+    while True:
+        x, y = make_multilabel_classification(
+            n_samples=size,
+            n_features=vocabulary,
+            n_classes=n_labels,
+            n_labels=mean_labels,
+            length=length,
+            allow_unlabeled=False,
+            random_state=seed,
+        )
+        if counts is None:
+            chosen = np.arange(n_samples)
+            break
+        per_count = [np.flatnonzero(y.sum(1) == c) for c in counts]
+        need = [n_samples // len(counts) + (i < n_samples % len(counts)) for i in range(len(counts))]
+        if all(len(have) >= n for have, n in zip(per_count, need, strict=True)):
+            chosen = np.concatenate([have[:n] for have, n in zip(per_count, need, strict=True)])
+            break
+        share = min(len(have) / n for have, n in zip(per_count, need, strict=True))
+        if size > 64 * n_samples or share == 0:
+            raise ValueError(f"counts={counts} are too rare around mean_labels={mean_labels}: {size} rows had too few.")
+        size = int(size * 1.2 / share)
+    order = np.random.default_rng(seed).permutation(chosen)
+    return Split(torch.from_numpy(x[order] / length).float(), torch.from_numpy(y[order]).float())
+
+
+def split_rows(data: Split, shares: tuple[float, ...], seed: int) -> list[Split]:
+    """Cut shuffled rows into consecutive parts; the last part takes what is left."""
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    cuts = [round(sum(shares[: i + 1]) * len(data)) for i in range(len(shares) - 1)]
+    return [data.rows(part) for part in torch.tensor_split(order, cuts)]
+
+
+@dataclasses.dataclass
+class TextData:
+    """Texts as character ids ``[N, T]`` (0 is padding, 1 begins a text) with labels ``[N, K]``."""
+
+    splits: dict[str, Split]
+    characters: list[str]
+    label_names: list[str]
+
+
+def read_texts(files: dict[str, Path], text_column: int, label_column: int, limit: int | None) -> TextData:
+    """Texts with semicolon-separated labels from TSV files, plain or gzipped, without a header.
+
+    Args:
+        files: paths by split name; ``"train"`` fixes the characters and the labels.
+        text_column: column of the text, from 0.
+        label_column: column of the labels, from 0.
+        limit: use at most so many rows of each file.
+
+    Raises:
+        ValueError: if a row has too few columns.
+    """
+    tables: dict[str, list[tuple[str, list[str]]]] = {}
+    for split, path in files.items():
+        rows = []
+        with _open(path if path.suffix != ".gz" else path.with_suffix("")) as lines:
+            for number, row in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+                if len(row) <= max(text_column, label_column):
+                    raise ValueError(
+                        f"{path}:{number} has {len(row)} columns; column {max(text_column, label_column)} is needed."
+                    )
+                rows.append((row[text_column], row[label_column].split(";")))
+        tables[split] = rows[:limit]
+    characters = sorted({c for text, _ in tables["train"] for c in text})
+    labels = sorted({label for _, row in tables["train"] for label in row})
+    index, place = {c: i + 3 for i, c in enumerate(characters)}, {label: i for i, label in enumerate(labels)}
+    longest = max(len(text) for rows in tables.values() for text, _ in rows) + 1
+    splits = {}
+    for split, rows in tables.items():
+        ids, targets = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), len(labels))
+        for i, (text, names) in enumerate(rows):
+            ids[i, 0] = 1
+            ids[i, 1 : len(text) + 1] = torch.tensor([index.get(c, 2) for c in text])
+            for name in names:
+                if name in place:
+                    targets[i, place[name]] = 1.0
+        splits[split] = Split(ids, targets)
+    return TextData(splits, characters, labels)
+
+
+def english_verb_texts(limit: int | None = None) -> TextData:
+    """Forms of English verbs with the names of the cells they fill: a small text task that needs no download."""
+    path = Path(__file__).parent / "data" / "english_verbs.tsv"
+    filled: dict[str, set[str]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines, delimiter="\t"):
+            for cell in ("lemma", "third_person", "past", "past_participle", "present_participle"):
+                for form in filter(None, row[cell].split("|")):
+                    filled.setdefault(form, set()).add(cell)
+    rows = sorted(filled.items())
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
+    rows = [rows[i] for i in order]
+    characters = sorted({c for form, _ in rows for c in form})
+    labels = sorted({cell for _, cells in rows for cell in cells})
+    longest = max(len(form) for form, _ in rows) + 1
+    ids, targets = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), len(labels))
+    for i, (form, cells) in enumerate(rows):
+        ids[i, 0] = 1
+        ids[i, 1 : len(form) + 1] = torch.tensor([characters.index(c) + 3 for c in form])
+        targets[i] = torch.tensor([float(label in cells) for label in labels])
+    parts = split_rows(Split(ids, targets), (0.8, 0.1, 0.1), seed=0)
+    return TextData(dict(zip(("train", "validation", "test"), parts, strict=True)), characters, labels)

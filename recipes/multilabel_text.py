@@ -1,0 +1,210 @@
+"""A small Transformer, trained from scratch through the plugin, that reads characters and predicts sets of labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from multilabel_data import Split, TextData, english_verb_texts, read_texts
+from multilabel_results import Results, f1_scores, score
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_entmax import patch_model
+from hf_entmax.integration.observe import observe_attention
+from hf_entmax.multilabel import multilabel_predict, multilabel_probabilities
+
+DENSE = ("softmax", "entmax(alpha=1)")
+
+
+@dataclasses.dataclass
+class TextConfig:
+    """The text study.
+
+    Args:
+        study: ``"text"``.
+        data: ``"english_verbs"`` (built in), or a name for the files below.
+        files: TSV files by split (``train``, ``validation``, ``test``), relative to the data folder.
+        text_column: column of the text in them, from 0.
+        label_column: column of the semicolon-separated labels, from 0.
+        limit: use at most so many rows of each split.
+        outputs: multilabel losses by name, optionally with options: ``"sparsehourglass(q=1)"``.
+        attentions: attention mappings, each a dict of ``EntmaxConfig`` fields; ``{"alpha": 1.0}`` is softmax.
+        seeds: of initialisation and batches.
+        hidden: width of the model; heads have 16 dimensions.
+        layers: number of layers.
+        epochs: passes over the training rows; the epoch with the best validation micro-F1 is tested.
+        batch_size: rows per step.
+        lr: peak learning rate; linear warm-up over a tenth of the steps, then linear decay.
+        thresholds: candidates for softmax, chosen on validation rows.
+    """
+
+    study: str = "text"
+    data: str = "english_verbs"
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    text_column: int = 0
+    label_column: int = 1
+    limit: int | None = None
+    outputs: list[str] = dataclasses.field(
+        default_factory=lambda: ["softmax", "sparsemax", "entmax", "sparsemax_hinge", "sparsehourglass"]
+    )
+    attentions: list[dict[str, Any]] = dataclasses.field(default_factory=lambda: [{"alpha": 1.0}])
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
+    hidden: int = 64
+    layers: int = 2
+    epochs: int = 5
+    batch_size: int = 64
+    lr: float = 2e-3
+    thresholds: list[float] = dataclasses.field(default_factory=lambda: [i / 40 for i in range(25)])
+
+    def __post_init__(self) -> None:
+        if self.data != "english_verbs" and set(self.files) != {"train", "validation", "test"}:
+            raise ValueError(f"files={self.files} must name the splits train, validation and test of {self.data!r}.")
+        if self.hidden % 16:
+            raise ValueError(f"hidden={self.hidden} must be a multiple of 16, the width of a head.")
+
+
+def load(config: TextConfig, data_dir: Path) -> TextData:
+    """The texts that the configuration names."""
+    if config.data == "english_verbs":
+        return english_verb_texts(config.limit)
+    files = {split: data_dir / path for split, path in config.files.items()}
+    return read_texts(files, config.text_column, config.label_column, config.limit)
+
+
+def build(config: TextConfig, data: TextData, output: str, attention: dict[str, Any]) -> BertForSequenceClassification:
+    """A BERT with the attention and the multilabel loss asked for."""
+    labels = data.splits["train"].labels.shape[1]
+    bert = BertConfig(
+        vocab_size=len(data.characters) + 3,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.hidden // 16,
+        intermediate_size=2 * config.hidden,
+        max_position_embeddings=max(part.features.shape[1] for part in data.splits.values()),
+        pad_token_id=0,
+        num_labels=labels,
+        problem_type="multi_label_classification",
+    )
+    return patch_model(BertForSequenceClassification(bert), **attention, output_mapping=output)
+
+
+@torch.no_grad()
+def predict(model: torch.nn.Module, data: Split, batch_size: int = 256) -> Tensor:
+    """Logits of all rows, ``[N, K]``."""
+    model.eval()
+    parts = [model(input_ids=x, attention_mask=(x != 0).long()).logits for x in data.features.split(batch_size)]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def attention_support(model: Any, data: Split, rows: int = 256) -> float:
+    """Mean number of characters that an attention row spreads over, padding left out."""
+    x = data.features[:rows]
+    real = x != 0
+    total = count = 0.0
+
+    def add(site: Any, weights: Tensor) -> None:
+        nonlocal total, count
+        sizes = (weights > 0).sum(-1).double()
+        total += float((sizes * real[:, None]).sum())
+        count += float(real.sum()) * weights.shape[1]
+
+    model.eval()
+    with observe_attention(model, add):
+        model(input_ids=x, attention_mask=real.long())
+    return total / count
+
+
+def choose_threshold(
+    logits: Tensor, labels: Tensor, output: str, candidates: list[float]
+) -> tuple[float, float | None]:
+    """Validation micro-F1 and the threshold that gives it; None, the support, for sparse outputs."""
+    options: list[float | None] = list(candidates) if output in DENSE else [None]
+    scores = [float(f1_scores(multilabel_predict(logits, output, threshold=t), labels)[0]) for t in options]
+    best = max(range(len(options)), key=scores.__getitem__)
+    return scores[best], options[best]
+
+
+def train(config: TextConfig, data: TextData, output: str, attention: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One run: train, keep the best epoch by validation micro-F1, score the test rows."""
+    set_seed(seed)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = build(config, data, output, attention)
+    rows = data.splits["train"]
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(rows.features, rows.labels), config.batch_size, shuffle=True
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.01)
+    model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
+    steps = config.epochs * len(loader)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: min((s + 1) / max(1, steps // 10), 1 - s / steps))
+    best: dict[str, Any] = {"validation": -1.0}
+    held = {
+        name: Split(p.features.to(accelerator.device), p.labels.to(accelerator.device))
+        for name, p in data.splits.items()
+    }
+    for epoch in range(config.epochs):
+        model.train()
+        for x, y in loader:
+            # A batch is as long as its longest text.
+            x = x[:, : int((x != 0).sum(1).max())]
+            loss = model(input_ids=x, attention_mask=(x != 0).long(), labels=y).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            schedule.step()
+            optimiser.zero_grad()
+        value, threshold = choose_threshold(
+            predict(model, held["validation"]), held["validation"].labels, output, config.thresholds
+        )
+        if value > best["validation"]:
+            logits = predict(model, held["test"])
+            plain = accelerator.unwrap_model(model)
+            support = attention_support(plain, held["test"])
+            best = {
+                "validation": value,
+                "threshold": threshold,
+                "epoch": epoch + 1,
+                "logits": logits,
+                "attention": support,
+            }
+    return best
+
+
+def run_text(config: TextConfig, data_dir: Path, results: Results) -> None:
+    """All runs of the study that the results do not hold yet."""
+    data = load(config, data_dir)
+    test = data.splits["test"]
+    for attention in config.attentions:
+        setting = json.dumps(attention)
+        for output in config.outputs:
+            for seed in config.seeds:
+                key = {"study": "text", "dataset": config.data, "setting": setting, "method": output, "seed": seed}
+                if results.has(**key):
+                    continue
+                start = time.perf_counter()
+                best = train(config, data, output, attention, seed)
+                logits, labels = best["logits"].cpu(), test.labels
+                probs = multilabel_probabilities(logits, output)
+                scores = score(probs, multilabel_predict(logits, output, threshold=best["threshold"]), labels)
+                chosen = {name: best[name] for name in ("threshold", "epoch")}
+                chosen["attention_support"] = round(best["attention"], 3)
+                results.add(
+                    **key,
+                    empty_rows="ignore",
+                    test_rows="all",
+                    **scores,
+                    validation_micro_f1=round(best["validation"], 4),
+                    chosen=json.dumps(chosen),
+                    n_train=len(data.splits["train"]),
+                    n_test=len(test),
+                    seconds=round(time.perf_counter() - start, 1),
+                )
+                print(f"{setting:50} {output:20} seed {seed} {scores} {chosen}", flush=True)
