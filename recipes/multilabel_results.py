@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def command(arguments: list[str]) -> str:
         if not skip and not argument.startswith(("--data-dir", "--out")):
             kept.append(argument)
         skip = argument in ("--data-dir", "--out")
-    return " ".join(["python recipes/multilabel.py", *kept])
+    return shlex.join(["python", "recipes/multilabel.py", *kept])
 
 
 def versions() -> str:
