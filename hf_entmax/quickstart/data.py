@@ -1,0 +1,212 @@
+"""The verbs of the quickstart: reading the table, splitting it by lemma, a tokenizer of characters, batches.
+
+A question is a tag and a lemma (``"<past> dream"``), its answers are the forms that the table lists (``dreamed``,
+``dreamt``). No lemma is in both the training and the held-out part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SLOTS = ("third_person", "past", "past_participle", "present_participle")
+TAGS = {"third_person": "<third>", "past": "<past>", "past_participle": "<participle>", "present_participle": "<ing>"}
+_IN_WORDS = {
+    "third_person": "third person singular: ",
+    "past": "past tense: ",
+    "past_participle": "past participle: ",
+    "present_participle": "present participle: ",
+}
+#: Always in the training part: the verb whose tree of hypotheses is drawn, so that both its forms have been seen.
+AMBIGUOUS_VERB = "dream"
+
+#: What accuracies are reported for: name of the group -> what it holds.
+GROUPS = {
+    "regular": "regular verbs, all four forms",
+    "irregular": "irregular verbs, past and participle",
+    "irregular_like_training": "- inflected like a verb seen in training (mislead, lead)",
+    "irregular_unlike_training": "- unlike any verb seen in training",
+    "mixed": "verbs with both kinds of form, past and participle",
+    "present": "irregular and mixed verbs, -s and -ing forms",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """One row of the table: ``forms[slot]`` lists the variants; ``kind`` is ``regular``, ``irregular`` or ``mixed``."""
+
+    lemma: str
+    forms: dict[str, tuple[str, ...]]
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A lemma and the form asked for; every one of ``answers`` is right. ``groups`` are keys of ``GROUPS``."""
+
+    lemma: str
+    slot: str
+    answers: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+
+
+def table_path() -> Path:
+    """Where the verb table lies: inside an installed package, or in ``recipes/data`` of a checkout.
+
+    Raises:
+        FileNotFoundError: if it lies in neither.
+    """
+    packaged = Path(str(resources.files("hf_entmax"))) / "data" / "english_verbs.tsv"
+    checkout = Path(str(resources.files("hf_entmax"))).parent / "recipes" / "data" / "english_verbs.tsv"
+    for path in (packaged, checkout):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"The verb table was found neither at {packaged} nor at {checkout}. Reinstall hf_entmax, or run from a complete checkout."
+    )
+
+
+def read_verbs(path: Path | None = None) -> list[Verb]:
+    """All verbs of the table, sorted by lemma."""
+    lines = (path or table_path()).read_text(encoding="utf-8").splitlines()
+    header, *rows = [line.split("\t") for line in lines]
+    if header != ["lemma", *SLOTS, "class"]:
+        raise ValueError(f"{path or table_path()} has the columns {header}; {['lemma', *SLOTS, 'class']} are expected.")
+    return [
+        Verb(row[0], dict(zip(SLOTS, (tuple(c.split("|")) for c in row[1:5]), strict=True)), row[5]) for row in rows
+    ]
+
+
+def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) -> tuple[list[Verb], list[Verb]]:
+    """Training and held-out verbs, drawn per class so that both parts have the same mixture.
+
+    Args:
+        verbs: the table.
+        seed: of the draw.
+        held_out: share of each class that is held out, in (0, 1).
+    """
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"held_out={held_out!r} is not allowed: give a share of the verbs in (0, 1).")
+    rng = random.Random(seed)
+    train, test = [], []
+    for kind in ("regular", "irregular", "mixed"):
+        own = [verb for verb in verbs if verb.kind == kind]
+        rng.shuffle(own)
+        own.sort(key=lambda verb: verb.lemma == AMBIGUOUS_VERB)  # stable: it goes last, where the training part is
+        count = max(1, round(held_out * len(own)))
+        test += own[:count]
+        train += own[count:]
+    return train, test
+
+
+def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Question]:
+    """Four questions per verb, with the groups that they count in.
+
+    Args:
+        verbs: the verbs to ask about.
+        known: the training verbs; an irregular verb counts as like them when a prefix explains its difference from one
+            (``mislead`` from ``lead``, ``understand`` and ``withstand`` from ``stand``, whether that is a verb of
+            training or not).
+    """
+    verbs, known = list(verbs), list(known)
+    parents = _parents([*verbs, *known])
+    seen = {parents[verb.lemma] for verb in known}
+    asked = []
+    for verb in verbs:
+        for slot in SLOTS:
+            inflected = slot in ("past", "past_participle")
+            if verb.kind == "regular" or not inflected:
+                groups = ("regular",) if verb.kind == "regular" else ("present",)
+            elif verb.kind == "mixed":
+                groups = ("mixed",)
+            else:
+                like = "irregular_like_training" if parents[verb.lemma] in seen else "irregular_unlike_training"
+                groups = ("irregular", like)
+            asked.append(Question(verb.lemma, slot, verb.forms[slot], groups))
+    return asked
+
+
+def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
+    """For each lemma the shortest one that makes it, and all its past forms, by the same prefix; else itself."""
+    by_lemma = {verb.lemma: verb for verb in verbs}
+
+    def derives(verb: Verb, base: Verb) -> bool:
+        prefix = verb.lemma.removesuffix(base.lemma)
+        return all(
+            {prefix + form for form in base.forms[slot]} & set(verb.forms[slot]) for slot in ("past", "past_participle")
+        )
+
+    parents = {}
+    for lemma, verb in by_lemma.items():
+        suffixes = [lemma[i:] for i in range(len(lemma) - 2, 0, -1)]
+        parents[lemma] = next((s for s in suffixes if s in by_lemma and derives(verb, by_lemma[s])), lemma)
+    return parents
+
+
+def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters, with one special token per form (``<past>``, ...)."""
+    characters = sorted(
+        {c for verb in verbs for word in (verb.lemma, *(f for fs in verb.forms.values() for f in fs)) for c in word}
+    )
+    special = ["<pad>", "</s>", "<unk>", *TAGS.values()]
+    vocabulary = {token: i for i, token in enumerate([*special, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(TAGS.values()),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def source_text(question: Question, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the encoder reads: ``<past> dream`` for a tokenizer that has the tags, ``past tense: dream`` for others."""
+    tag = TAGS[question.slot]
+    knows_tags = tag in tokenizer.get_vocab()
+    return f"{tag} {question.lemma}" if knows_tags else _IN_WORDS[question.slot] + question.lemma
+
+
+def training_set(asked: Iterable[Question], tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Token ids of all pairs: a question with several answers gives one pair for each."""
+    pairs = [(source_text(question, tokenizer), answer) for question in asked for answer in question.answers]
+    sources = tokenizer([source for source, _ in pairs])
+    targets = tokenizer(text_target=[answer for _, answer in pairs])
+    columns = {
+        "input_ids": sources["input_ids"],
+        "attention_mask": sources["attention_mask"],
+        "labels": targets["input_ids"],
+    }
+    columns["length"] = [len(s) + len(t) for s, t in zip(columns["input_ids"], columns["labels"], strict=True)]
+    return Dataset.from_dict(columns)
+
+
+def batches(
+    asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 512
+) -> Iterable[tuple[list[Question], dict]]:
+    """Padded encoder inputs of questions sorted by length, with the questions of each batch."""
+    by_length: dict[int, list[Question]] = defaultdict(list)
+    for question in asked:
+        by_length[len(question.lemma)].append(question)
+    ordered = [question for length in sorted(by_length) for question in by_length[length]]
+    for start in range(0, len(ordered), batch_size):
+        part = ordered[start : start + batch_size]
+        texts = [source_text(question, tokenizer) for question in part]
+        encoded = tokenizer(texts, padding=True, return_tensors="pt")
+        yield part, {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}

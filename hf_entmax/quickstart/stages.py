@@ -1,0 +1,151 @@
+"""Training with the Seq2SeqTrainer: the softmax stage and the entmax stage differ in their optimiser only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+
+#: Share of a stage in which the learning rate rises.
+WARMUP = 0.1
+
+
+class Pace:
+    """How far a stage is, in [0, 1]: by steps, or by the clock where a slow machine needs all of its time.
+
+    Args:
+        steps: optimiser steps of the stage, >= 1.
+        max_seconds: after which it ends in any case, s.
+    """
+
+    def __init__(self, steps: int, max_seconds: float) -> None:
+        self.steps, self.max_seconds = steps, max_seconds
+        self.start = time.monotonic()
+
+    def done(self, step: int) -> float:
+        """Share of the stage that lies behind."""
+        return min(1.0, max(step / self.steps, (time.monotonic() - self.start) / self.max_seconds))
+
+    def learning_rate(self, step: int) -> float:
+        """Factor of the learning rate: up to 1 within ``WARMUP``, then linearly down to 0."""
+        done = self.done(step)
+        return min(max(done, 1 / self.steps) / WARMUP, (1 - done) / (1 - WARMUP))
+
+
+class _Progress(TrainerCallback):
+    """A bar with the current loss, and the end of the stage when its time is up."""
+
+    def __init__(self, title: str, pace: Pace, console: Console) -> None:
+        self.pace = pace
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console)
+        self.task = self.bar.add_task(title, total=pace.steps, loss="-")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.pace.start = time.monotonic()
+        self.bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar.update(self.task, completed=state.global_step)
+        if self.pace.done(state.global_step) >= 1.0:
+            control.should_training_stop = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs") or {}
+        if "loss" in logs:
+            self.bar.update(self.task, loss=f"{float(logs['loss']):.3f}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.bar.stop()
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Dataset,
+    optimizer: Optimizer,
+    *,
+    title: str,
+    out_dir: Path,
+    steps: int,
+    max_seconds: float,
+    batch_size: int,
+    seed: int,
+    console: Console,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> list[dict[str, Any]]:
+    """Train with the Seq2SeqTrainer, batches grouped by length, and return its log.
+
+    Args:
+        model: changed in place.
+        tokenizer: pads the batches.
+        data: token ids, see ``data.training_set``.
+        optimizer: over the model's parameters, with their peak learning rates.
+        title: of the progress bar.
+        out_dir: the Trainer's output directory.
+        steps: optimiser steps, >= 1.
+        max_seconds: time after which training ends with its learning rate at 0 even if steps are left, s.
+        batch_size: pairs per step.
+        seed: of the order and of dropout.
+        console: where the bar is drawn.
+        callbacks: more callbacks for the Trainer.
+
+    Returns:
+        ``trainer.state.log_history``.
+    """
+    pace = Pace(steps, max_seconds)
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(out_dir),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        train_sampling_strategy="group_by_length",
+        length_column_name="length",
+        logging_steps=max(1, steps // 20),
+        save_strategy="no",
+        report_to="none",
+        seed=seed,
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+        optimizers=(optimizer, LambdaLR(optimizer, pace.learning_rate)),
+        callbacks=[*callbacks, _Progress(title, pace, console)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.state.log_history
