@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack
+
+_peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +35,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in _DTYPES:
             return f"{name} is {tensor.dtype}, and the numba kernel computes in float32 (float32, bfloat16 or float16 inputs)"
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and _peek_interpreter_stack() is not None:
         return "query, key or value is inside a torch.func transform (vmap, grad, jvp), which the numba kernel has no rules for"
     return None
 

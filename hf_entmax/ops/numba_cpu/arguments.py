@@ -9,7 +9,11 @@ import numpy as np
 
 _ADDRESSES = (
     # Strided float32 tensors [B, heads, T, D]; every address is followed by its byte strides over B, heads and T.
-    *(f"{name}{suffix}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") for suffix in ("", "_b", "_h", "_t")),
+    *(
+        f"{name}{suffix}"
+        for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        for suffix in ("", "_b", "_h", "_t")
+    ),
     # Additive terms [B, H, T_q, T_k] broadcast by zero strides; a mask is bytes (1 = may attend) or float32.
     *(f"{name}{suffix}" for name in ("bias", "mask") for suffix in ("", "_b", "_h", "_t")),
     "weights",  # float32 [B, H, T_q, T_k] contiguous, or 0

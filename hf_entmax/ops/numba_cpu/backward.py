@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
+from numba.np.numpy_support import carray
 
 from .forward import copy_scaled, drop_dense, drop_sparse, place_row, zero_floats
 from .partition import block_rows, dropout_key, item_blocks
@@ -59,8 +60,8 @@ def _alpha_gradient_near_softmax(p, g, n, u, entropy):
     for k in range(0, n, LANES):
         weight = load(p + 4 * k)
         valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        l = log(select(valid, weight, splat(_ONE)))
-        total = total + select(valid, weight * exp_remainder(l * slope), splat(_ZERO))
+        logs = log(select(valid, weight, splat(_ONE)))
+        total = total + select(valid, weight * exp_remainder(logs * slope), splat(_ZERO))
     remainder = float(sum_lanes(total))
     y = u * entropy + remainder
     shift = math.log1p(y)
@@ -72,8 +73,8 @@ def _alpha_gradient_near_softmax(p, g, n, u, entropy):
     for k in range(0, n, LANES):
         weight = load(p + 4 * k)
         valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        l = log(select(valid, weight, splat(_ONE)))
-        x = muladd(l, slope, offset)
+        logs = log(select(valid, weight, splat(_ONE)))
+        x = muladd(logs, slope, offset)
         bracket = muladd(expm1(x), steepness, exp_remainder(x)) - constant
         total = total + select(valid, weight * bracket * load(g + 4 * k), splat(_ZERO))
     return -float(sum_lanes(total)) / (u * u)
@@ -88,8 +89,8 @@ def _alpha_gradient_at_softmax(p, g, n):
         weight = load(p + 4 * k)
         valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
         weight = select(valid, weight, splat(_ONE))
-        l = log(weight)
-        square = select(valid, weight * l * l, splat(_ZERO))
+        logs = log(weight)
+        square = select(valid, weight * logs * logs, splat(_ZERO))
         gradient = select(valid, load(g + 4 * k), splat(_ZERO))
         first = muladd(square, gradient, first)
         second = second + square
@@ -108,11 +109,11 @@ def _row_gradient(p, g, n, u, wants_alpha):
         valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
         weight = select(valid, weight, splat(_ONE))
         gradient = select(valid, load(g + 4 * k), splat(_ZERO))
-        l = log(weight)
-        s = weight if u < 1e-8 else exp(l * exponent)
+        logs = log(weight)
+        s = weight if u < 1e-8 else exp(logs * exponent)
         s = select(valid, s, splat(_ZERO))
         # log of the padding's weight 1 is 0, so only p itself needs masking.
-        h = splat(_ZERO) - weight * l
+        h = splat(_ZERO) - weight * logs
         norm = norm + s
         slope_g = muladd(s, gradient, slope_g)
         weight_g = muladd(weight, gradient, weight_g)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
+from numba.np.numpy_support import carray
 
 from .arguments import DONE
 from .partition import block_rows, dropout_key, item_blocks
@@ -13,7 +14,6 @@ from .scores import MASKED_BELOW, add_terms, candidates, row_limits, row_maximum
 from .simd import (
     LANES,
     atomic_increment,
-    first_lanes,
     hashed_keep,
     indices,
     load,
@@ -38,7 +38,7 @@ _f = np.float32
 
 @njit(error_model="numpy")
 def copy_scaled(source, target, vectors, factor):
-    """target = factor * source, over whole vectors."""
+    """Target = factor * source, over whole vectors."""
     for v in range(vectors):
         store(target + 64 * v, load(source + 64 * v) * splat(factor))
 

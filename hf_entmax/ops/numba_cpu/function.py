@@ -87,7 +87,7 @@ def run_backward(
     if dout is None:
         dout = inputs.value.new_zeros((*inputs.query.shape[:3], inputs.value.shape[-1]))
     call = _call(inputs, seed, options)
-    gradients = call.backward(support, dout, dweights, wanted[:4])
+    gradients = call.backward(support, dout, dweights, wanted)
     results = [
         None if gradient is None else gradient[..., : tensor.shape[-1]].to(tensor.dtype)
         for gradient, tensor in zip(gradients[:3], inputs[:3], strict=True)
@@ -104,6 +104,7 @@ class EntmaxAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seed: int, options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run the kernel and keep its support."""
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         out, weights, support = run_forward(inputs, seed, options, keep=True)
         ctx.seed, ctx.options = seed, options
@@ -119,6 +120,7 @@ class EntmaxAttentionFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dweights: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward kernels on the kept support."""
         saved = ctx.saved_tensors
         count = len(Inputs._fields)
         inputs = Inputs(*saved[:count])
@@ -175,7 +177,7 @@ def attention_backward_operator(
     gradients = run_backward(inputs, support, dout, dweights, number, options, tuple(wanted))
     results = []
     for position, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=False)):
-        if gradient is None:
+        if gradient is None or tensor is None:
             results.append(query.new_empty(0))
         else:
             results.append(_in_rows_layout(gradient, tensor) if position < 3 else gradient.contiguous())

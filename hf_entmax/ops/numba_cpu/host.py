@@ -74,9 +74,7 @@ class Support:
                 inside = (old >= before) & (old < before + slab.numel())
                 moved[inside] += after - before
             address = torch.from_numpy(moved)
-        return dataclasses.replace(
-            self, slabs=slabs, bases=bases, row_address=address, row_size=size, row_start=start
-        )
+        return dataclasses.replace(self, slabs=slabs, bases=bases, row_address=address, row_size=size, row_start=start)
 
 
 @functools.lru_cache(maxsize=1)
@@ -272,8 +270,10 @@ class Call:
         if not keep:
             return out, weights, None
         bases = [slab.data_ptr() for slab in slabs]
-        return out, weights, Support(
-            slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient
+        return (
+            out,
+            weights,
+            Support(slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient),
         )
 
     def backward(
@@ -281,13 +281,13 @@ class Call:
         support: Support,
         dout: Tensor,
         dweights: Tensor | None,
-        wanted: tuple[bool, bool, bool, bool],
+        wanted: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of query, key, value [.., D padded] in float32 and of alpha [H] in float64, those wanted."""
         self._lay_out(support.chunks, support.block_rows)
         r = self.record[0]
         r["store_gradient"] = int(support.store_gradient)
-        batch, heads, queries, keys = self.shape
+        batch, heads, _queries, _keys = self.shape
         dout = as_rows(dout)
         _set_rows(r, "dout", dout)
         if dweights is not None:
@@ -295,7 +295,7 @@ class Call:
             r["dweights"] = dweights.data_ptr()
         r["row_address"], r["row_size"] = support.row_address.data_ptr(), support.row_size.data_ptr()
         r["row_start"] = support.row_start.data_ptr()
-        want_q, want_k, want_v, want_alpha = wanted
+        want_q, want_k, want_v, want_alpha = wanted[:4]
         dq = dk = dv = None
         if want_q:
             dq = _like_rows(self.query, self.query.shape[-1])

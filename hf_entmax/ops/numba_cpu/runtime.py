@@ -71,8 +71,9 @@ def _source_digest() -> int:
 
 
 def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
-    from numba import cfunc
+    import numba
 
+    cfunc: Any = numba.cfunc
     options = {"error_model": "numpy"}
     try:
         compiled = cfunc(signature, cache=True, **options)(entry)

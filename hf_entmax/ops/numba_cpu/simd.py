@@ -1,119 +1,34 @@
-"""A 16-lane float32 vector type for Numba, and the few operations on it that the kernels need.
-
-LLVM vectorises simple loops by itself, but not the three this backend lives on: a register-tiled product, a compaction
-(keep the lanes above a threshold) and a gather of dot products. They are written with explicit vectors instead. Sixteen
-lanes is one AVX-512 register; on narrower machines LLVM splits a vector into two or four registers, so the same source
-runs everywhere.
-
-Addresses are plain int64 byte addresses: the kernels receive tensors as pointers with byte strides.
-"""
+"""Operations on vectors of sixteen lanes (see `vector_types`): memory, arithmetic, comparison, compaction, bits."""
 
 from __future__ import annotations
 
-import operator
-
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, registry
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.core import cgutils
 
-LANES = 16
-
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-_F32 = ir.FloatType()
-LLVM_FLOATS = ir.VectorType(_F32, LANES)
-LLVM_INTS = ir.VectorType(_I32, LANES)
-LLVM_MASK = ir.VectorType(_I1, LANES)
-
-
-def target_features() -> str:
-    """The instruction set Numba compiles for, honouring NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
-    return registry.cpu_target.target_context.codegen().magic_tuple()[2]
-
-
-HAS_AVX512 = "+avx512f" in target_features()
-
-
-class _VectorType(types.Type):
-    def __init__(self, name: str, llvm_type: ir.VectorType) -> None:
-        self.llvm_type = llvm_type
-        super().__init__(name)
-
-
-@register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type) -> None:
-        super().__init__(dmm, fe_type, fe_type.llvm_type)
-
-
-floats = _VectorType("float32x16", LLVM_FLOATS)
-ints = _VectorType("int32x16", LLVM_INTS)
-lanes = _VectorType("mask16", LLVM_MASK)
-
-
-def pointer(builder, address, llvm_type):
-    """An LLVM pointer from a byte address."""
-    return builder.inttoptr(address, llvm_type.as_pointer())
-
-
-def load_vector(builder, address):
-    """Sixteen floats from any address (4-byte alignment is all that is promised)."""
-    return builder.load(pointer(builder, address, LLVM_FLOATS), align=4)
-
-
-def store_vector(builder, value, address) -> None:
-    """Sixteen floats to any address."""
-    builder.store(value, pointer(builder, address, LLVM_FLOATS), align=4)
-
-
-def broadcast(builder, scalar, llvm_type=LLVM_FLOATS):
-    """A vector whose lanes all hold ``scalar``."""
-    undefined = ir.Constant(llvm_type, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(LLVM_INTS, [0] * LANES))
-
-
-def call_llvm(builder, name: str, result, *args):
-    """Call an LLVM intrinsic by its full name."""
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
-    return builder.call(function, list(args))
-
-
-def fused_multiply_add(builder, x, y, z):
-    """``x * y + z``, fused where the machine can (``fmuladd`` never falls back to a library call)."""
-    return call_llvm(builder, "llvm.fmuladd.v16f32", LLVM_FLOATS, x, y, z)
-
-
-def _float_constant(value: float):
-    return ir.Constant(LLVM_FLOATS, [value] * LANES)
-
-
-def _int_constant(value: int):
-    signed = value - (1 << 32) if value >= 1 << 31 else value
-    return ir.Constant(LLVM_INTS, [signed] * LANES)
-
-
-def _binary(op, method: str) -> None:
-    @infer_global(op)
-    class _Template(AbstractTemplate):
-        def generic(self, args, kws):
-            if args == (floats, floats):
-                return signature(floats, floats, floats)
-            return None
-
-    @lower_builtin(op, floats, floats)
-    def _lower(context, builder, sig, args):
-        return getattr(builder, method)(*args)
-
-
-for _op, _method in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
-):
-    _binary(_op, _method)
+from .vector_types import (
+    F32,
+    HAS_AVX512,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    LLVM_FLOATS,
+    LLVM_INTS,
+    LLVM_MASK,
+    broadcast,
+    call_llvm,
+    floats,
+    fused_multiply_add,
+    int_constant,
+    intrinsic,
+    ints,
+    lanes,
+    load_vector,
+    pointer,
+    store_vector,
+)
 
 
 @intrinsic
@@ -173,7 +88,7 @@ def load_bytes(typingctx, address):
     """Which of the sixteen bytes at ``address`` are not zero."""
 
     def codegen(context, builder, sig, args):
-        llvm_type = ir.VectorType(_I8, LANES)
+        llvm_type = ir.VectorType(I8, LANES)
         value = builder.load(pointer(builder, args[0], llvm_type), align=1)
         return builder.icmp_unsigned("!=", value, ir.Constant(llvm_type, [0] * LANES))
 
@@ -199,11 +114,11 @@ def _scalar_access(llvm_type, numba_type):
     return read, write
 
 
-read_f32, write_f32 = _scalar_access(_F32, types.float32)
+read_f32, write_f32 = _scalar_access(F32, types.float32)
 read_f64, write_f64 = _scalar_access(ir.DoubleType(), types.float64)
-read_i32, write_i32 = _scalar_access(_I32, types.int32)
-read_i64, write_i64 = _scalar_access(_I64, types.int64)
-read_u8, write_u8 = _scalar_access(_I8, types.uint8)
+read_i32, write_i32 = _scalar_access(I32, types.int32)
+read_i64, write_i64 = _scalar_access(I64, types.int64)
+read_u8, write_u8 = _scalar_access(I8, types.uint8)
 
 
 @intrinsic
@@ -211,7 +126,7 @@ def atomic_increment(typingctx, address):
     """Add one to the int64 at ``address`` and return what it was."""
 
     def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", pointer(builder, args[0], _I64), _I64(1), "monotonic")
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), I64(1), "monotonic")
 
     return types.int64(types.int64), codegen
 
@@ -291,7 +206,7 @@ def first_lanes(typingctx, n):
     """The mask of the first ``n`` lanes (all of them when ``n >= 16``)."""
 
     def codegen(context, builder, sig, args):
-        count = broadcast(builder, builder.trunc(args[0], _I32), LLVM_INTS)
+        count = broadcast(builder, builder.trunc(args[0], I32), LLVM_INTS)
         return builder.icmp_signed("<", ir.Constant(LLVM_INTS, list(range(LANES))), count)
 
     return lanes(types.int64), codegen
@@ -312,8 +227,8 @@ def count(typingctx, mask):
     """How many lanes are set."""
 
     def codegen(context, builder, sig, args):
-        bits = builder.bitcast(args[0], _I16)
-        return builder.zext(call_llvm(builder, "llvm.ctpop.i16", _I16, bits), _I64)
+        bits = builder.bitcast(args[0], I16)
+        return builder.zext(call_llvm(builder, "llvm.ctpop.i16", I16, bits), I64)
 
     return types.int64(lanes), codegen
 
@@ -322,9 +237,9 @@ def _reduction(name: str, start: float | None):
     @intrinsic
     def reduce(typingctx, x):
         def codegen(context, builder, sig, args):
-            arguments = [args[0]] if start is None else [ir.Constant(_F32, start), args[0]]
+            arguments = [args[0]] if start is None else [ir.Constant(F32, start), args[0]]
             function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_F32, [a.type for a in arguments]), f"llvm.vector.reduce.{name}.v16f32"
+                builder.module, ir.FunctionType(F32, [a.type for a in arguments]), f"llvm.vector.reduce.{name}.v16f32"
             )
             # Without leave to reassociate, the sum would be sixteen dependent additions.
             return builder.call(function, arguments, fastmath=("reassoc", "nnan"))
@@ -343,7 +258,7 @@ def indices(typingctx, start):
     """``start, start + 1, ..., start + 15`` as int32."""
 
     def codegen(context, builder, sig, args):
-        first = broadcast(builder, builder.trunc(args[0], _I32), LLVM_INTS)
+        first = broadcast(builder, builder.trunc(args[0], I32), LLVM_INTS)
         return builder.add(first, ir.Constant(LLVM_INTS, list(range(LANES))))
 
     return ints(types.int64), codegen
@@ -360,10 +275,10 @@ def _compress(builder, mask, value, address) -> None:
     else:
         function = cgutils.get_or_insert_function(
             builder.module,
-            ir.FunctionType(ir.VoidType(), [LLVM_FLOATS, _F32.as_pointer(), LLVM_MASK]),
+            ir.FunctionType(ir.VoidType(), [LLVM_FLOATS, F32.as_pointer(), LLVM_MASK]),
             "llvm.masked.compressstore.v16f32",
         )
-        builder.call(function, [value, pointer(builder, address, _F32), mask])
+        builder.call(function, [value, pointer(builder, address, F32), mask])
 
 
 @intrinsic
@@ -404,8 +319,8 @@ def scale_by_power_of_two(typingctx, x, n):
     """``x * 2**n`` for integral ``n`` in [-126, 127], by building the float 2**n from its exponent bits."""
 
     def codegen(context, builder, sig, args):
-        exponent = builder.add(builder.fptosi(args[1], LLVM_INTS), _int_constant(127))
-        power = builder.bitcast(builder.shl(exponent, _int_constant(23)), LLVM_FLOATS)
+        exponent = builder.add(builder.fptosi(args[1], LLVM_INTS), int_constant(127))
+        power = builder.bitcast(builder.shl(exponent, int_constant(23)), LLVM_FLOATS)
         return builder.fmul(args[0], power)
 
     return floats(floats, floats), codegen
@@ -420,8 +335,8 @@ def binary_exponent(typingctx, x):
     """The integer ``e`` (as float) for which ``x / 2**e`` lies in [sqrt(1/2), sqrt(2)); x > 0 and not subnormal."""
 
     def codegen(context, builder, sig, args):
-        bits = builder.sub(builder.bitcast(args[0], LLVM_INTS), _int_constant(_SQRT_HALF_BITS))
-        return builder.sitofp(builder.ashr(bits, _int_constant(23)), LLVM_FLOATS)
+        bits = builder.sub(builder.bitcast(args[0], LLVM_INTS), int_constant(_SQRT_HALF_BITS))
+        return builder.sitofp(builder.ashr(bits, int_constant(23)), LLVM_FLOATS)
 
     return floats(floats), codegen
 
@@ -432,8 +347,8 @@ def binary_mantissa(typingctx, x):
 
     def codegen(context, builder, sig, args):
         bits = builder.bitcast(args[0], LLVM_INTS)
-        offset = builder.sub(bits, _int_constant(_SQRT_HALF_BITS))
-        exponent = builder.and_(offset, _int_constant(-(1 << 23)))
+        offset = builder.sub(bits, int_constant(_SQRT_HALF_BITS))
+        exponent = builder.and_(offset, int_constant(-(1 << 23)))
         return builder.bitcast(builder.sub(bits, exponent), LLVM_FLOATS)
 
     return floats(floats), codegen
@@ -448,17 +363,17 @@ def hashed_keep(typingctx, index, key, threshold):
 
     def codegen(context, builder, sig, args):
         index, key, threshold = args
-        low = broadcast(builder, builder.trunc(key, _I32), LLVM_INTS)
-        high = broadcast(builder, builder.trunc(builder.lshr(key, _I64(32)), _I32), LLVM_INTS)
+        low = broadcast(builder, builder.trunc(key, I32), LLVM_INTS)
+        high = broadcast(builder, builder.trunc(builder.lshr(key, I64(32)), I32), LLVM_INTS)
 
         def mix(h, shift: int, factor: int):
-            h = builder.xor(h, builder.lshr(h, _int_constant(shift)))
-            return builder.mul(h, _int_constant(factor))
+            h = builder.xor(h, builder.lshr(h, int_constant(shift)))
+            return builder.mul(h, int_constant(factor))
 
-        h = mix(builder.add(builder.mul(index, _int_constant(0x9E3779B1)), low), 16, 0x7FEB352D)
+        h = mix(builder.add(builder.mul(index, int_constant(0x9E3779B1)), low), 16, 0x7FEB352D)
         h = mix(builder.xor(h, high), 15, 0x846CA68B)
-        h = builder.xor(h, builder.lshr(h, _int_constant(16)))
-        limit = broadcast(builder, builder.trunc(threshold, _I32), LLVM_INTS)
+        h = builder.xor(h, builder.lshr(h, int_constant(16)))
+        limit = broadcast(builder, builder.trunc(threshold, I32), LLVM_INTS)
         return builder.icmp_unsigned(">=", h, limit)
 
     return lanes(ints, types.int64, types.int64), codegen

@@ -93,7 +93,7 @@ def _softmax(x, p, n):
 
 @njit(error_model="numpy")
 def _solve_linear(x, index, p, n):
-    """alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
+    """Alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
     c = 0.0
     for iteration in range(64):
         base = splat(_f(1.0 - c))
@@ -117,7 +117,7 @@ def _solve_linear(x, index, p, n):
 
 @njit(error_model="numpy")
 def _solve_square(x, index, p, n):
-    """alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
+    """Alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
     half = splat(_f(0.5))
     c = 0.0
     for iteration in range(64):
@@ -225,7 +225,7 @@ def _solve_general(x, index, p, s, n, u):
 
 @njit(error_model="numpy")
 def _solve_bracketed(x, p, n, u):
-    """alpha > 2, where S**u is not convex and weights near the threshold rise like a root: float64, Newton in a bracket."""
+    """Alpha > 2, where S**u is not convex and weights near the threshold rise like a root: float64, Newton in a bracket."""
     low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
     c = 0.5 * (low + high)
     for _ in range(200):

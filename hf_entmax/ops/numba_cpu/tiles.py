@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
-from . import simd
-from .simd import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, load_vector, pointer, store_vector
+from . import vector_types
+from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, intrinsic, load_vector, pointer, store_vector
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
@@ -65,7 +64,7 @@ class _Loop:
 
 
 def _load_scalar(builder, address):
-    return simd.broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
+    return vector_types.broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
 
 
 def _make_product_tile(rows: int, vectors: int):
@@ -84,7 +83,9 @@ def _make_product_tile(rows: int, vectors: int):
             for r in range(rows):
                 scalar = _load_scalar(builder, builder.add(step_a, offsets[r]))
                 for v in range(vectors):
-                    updated.append(simd.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v]))
+                    updated.append(
+                        vector_types.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v])
+                    )
             totals = loop.close(updated)
             targets = [
                 builder.add(builder.add(c, builder.mul(c_row, _I64(r))), _I64(64 * v))
@@ -229,13 +230,15 @@ def _make_dots(gathered: bool):
             shared = load_vector(builder, builder.add(x, offset))
             totals = loop.close(
                 [
-                    simd.fused_multiply_add(builder, shared, load_vector(builder, builder.add(row, offset)), total)
+                    vector_types.fused_multiply_add(
+                        builder, shared, load_vector(builder, builder.add(row, offset)), total
+                    )
                     for row, total in zip(rows, loop.carried, strict=True)
                 ]
             )
             return _horizontal_sums(builder, totals)
 
-        return simd.floats(*[types.int64] * 6), codegen
+        return vector_types.floats(*[types.int64] * 6), codegen
 
     return dots
 
@@ -247,7 +250,7 @@ dots_of_gathered_rows = _make_dots(gathered=True)
 def _make_weighted_sum(vectors: int):
     @intrinsic
     def weighted_sum(typingctx, target, weight, index, n, base, row_bytes):
-        """target = sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time to hide latency."""
+        """Target = sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time to hide latency."""
 
         def codegen(context, builder, sig, args):
             target, weight, index, n, base, row_bytes = args
@@ -258,7 +261,7 @@ def _make_weighted_sum(vectors: int):
                 row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
                 row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
                 return [
-                    simd.fused_multiply_add(
+                    vector_types.fused_multiply_add(
                         builder, scalar, load_vector(builder, builder.add(row, _I64(64 * v))), total
                     )
                     for v, total in enumerate(totals)
@@ -297,7 +300,9 @@ def _make_scatter(vectors: int):
             for v in range(vectors):
                 place = builder.add(row, _I64(64 * v))
                 store_vector(
-                    builder, simd.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)), place
+                    builder,
+                    vector_types.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)),
+                    place,
                 )
             loop.close([])
             return context.get_dummy_value()

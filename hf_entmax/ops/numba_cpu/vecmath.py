@@ -48,7 +48,7 @@ def _exp_parts(x):
 
 @njit(forceinline=True, error_model="numpy")
 def exp(x):
-    """exp(x), exactly 0 below EXP_FLOOR; x at most 88."""
+    """The exponential, exactly 0 below EXP_FLOOR; x at most 88."""
     n, r = _exp_parts(maximum(x, splat(_f(-87.5))))
     result = scale_by_power_of_two(r + splat(_f(1.0)), n)
     return select(greater(x, splat(EXP_FLOOR)), result, splat(_f(0.0)))
@@ -56,7 +56,7 @@ def exp(x):
 
 @njit(forceinline=True, error_model="numpy")
 def expm1(x):
-    """exp(x) - 1 without cancellation near 0; saturates beyond x = 88."""
+    """The exponential minus 1 without cancellation near 0; saturates beyond x = 88."""
     x = select(greater(splat(_EXP_CEILING), x), x, splat(_EXP_CEILING))
     n, r = _exp_parts(maximum(x, splat(EXP_FLOOR)))
     power = scale_by_power_of_two(splat(_f(1.0)), n)
@@ -65,7 +65,7 @@ def expm1(x):
 
 @njit(forceinline=True, error_model="numpy")
 def exp_remainder(x):
-    """exp(x) - 1 - x, accurate to a few units in the last place of the result; x at most 88."""
+    """The exponential minus 1 minus x, accurate to a few units in the last place of the result; x at most 88."""
     series = splat(_f(1 / 362880))
     series = muladd(series, x, splat(_f(1 / 40320)))
     series = muladd(series, x, splat(_f(1 / 5040)))

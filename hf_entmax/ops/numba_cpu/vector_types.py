@@ -1,0 +1,121 @@
+"""A 16-lane float32 vector type for Numba, and the LLVM it stands for; the operations on it are in `simd`.
+
+LLVM vectorises simple loops by itself, but not the three this backend lives on: a register-tiled product, a compaction
+(keep the lanes above a threshold) and a gather of dot products. They are written with explicit vectors instead. Sixteen
+lanes is one AVX-512 register; on narrower machines LLVM splits a vector into two or four registers, so the same source
+runs everywhere.
+
+Addresses are plain int64 byte addresses: the kernels receive tensors as pointers with byte strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils, registry
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import lower_builtin, models, register_model
+
+#: The decorator, untyped: a checker would see the compile-time function and its extra first argument.
+intrinsic: Any = extending.intrinsic
+
+_register_model: Any = register_model
+_infer_global: Any = infer_global
+
+LANES = 16
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+LLVM_FLOATS = ir.VectorType(F32, LANES)
+LLVM_INTS = ir.VectorType(I32, LANES)
+LLVM_MASK = ir.VectorType(I1, LANES)
+
+
+def target_features() -> str:
+    """The instruction set Numba compiles for, honouring NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+    context: Any = registry.cpu_target.target_context
+    return context.codegen().magic_tuple()[2]
+
+
+HAS_AVX512 = "+avx512f" in target_features()
+
+
+class _VectorType(types.Type):
+    def __init__(self, name: str, llvm_type: ir.VectorType) -> None:
+        self.llvm_type = llvm_type
+        super().__init__(name)
+
+
+@_register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type) -> None:
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
+
+
+floats = _VectorType("float32x16", LLVM_FLOATS)
+ints = _VectorType("int32x16", LLVM_INTS)
+lanes = _VectorType("mask16", LLVM_MASK)
+
+
+def pointer(builder, address, llvm_type):
+    """An LLVM pointer from a byte address."""
+    return builder.inttoptr(address, llvm_type.as_pointer())
+
+
+def load_vector(builder, address):
+    """Sixteen floats from any address (4-byte alignment is all that is promised)."""
+    return builder.load(pointer(builder, address, LLVM_FLOATS), align=4)
+
+
+def store_vector(builder, value, address) -> None:
+    """Sixteen floats to any address."""
+    builder.store(value, pointer(builder, address, LLVM_FLOATS), align=4)
+
+
+def broadcast(builder, scalar, llvm_type=LLVM_FLOATS):
+    """A vector whose lanes all hold ``scalar``."""
+    undefined = ir.Constant(llvm_type, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(LLVM_INTS, [0] * LANES))
+
+
+def call_llvm(builder, name: str, result, *args):
+    """Call an LLVM intrinsic by its full name."""
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return builder.call(function, list(args))
+
+
+def fused_multiply_add(builder, x, y, z):
+    """``x * y + z``, fused where the machine can (``fmuladd`` never falls back to a library call)."""
+    return call_llvm(builder, "llvm.fmuladd.v16f32", LLVM_FLOATS, x, y, z)
+
+
+def int_constant(value: int):
+    """Sixteen times the same 32-bit pattern."""
+    signed = value - (1 << 32) if value >= 1 << 31 else value
+    return ir.Constant(LLVM_INTS, [signed] * LANES)
+
+
+def _binary(op, method: str) -> None:
+    @_infer_global(op)
+    class _Template(AbstractTemplate):
+        def generic(self, args, kws):
+            if args == (floats, floats):
+                return signature(floats, floats, floats)
+            return None
+
+    @lower_builtin(op, floats, floats)
+    def _lower(context, builder, sig, args):
+        return getattr(builder, method)(*args)
+
+
+for _op, _method in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _binary(_op, _method)
