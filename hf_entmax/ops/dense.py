@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops.mapping import entmax
 from hf_entmax.ops.solve import masked_below
@@ -72,7 +73,11 @@ def dense_attention(
     scale = head_dim**-0.5 if scaling is None else scaling
     # Queries of the heads that share a key head are stacked, so that keys and values are never repeated.
     stacked = (query * scale).reshape(batch, kv_heads, groups * queries, head_dim)
-    scores = torch.matmul(stacked, key.transpose(-1, -2)).reshape(batch, heads, queries, keys)
+    scores = torch.matmul(stacked, key.transpose(-1, -2))
+    if groups > 1:
+        scores = scores.reshape(batch, heads, queries, keys)
+    # Autograd copies whole tensors to undo an addition into a view, so only what is no view is added to in place.
+    in_place = groups == 1 or softcap is not None
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
 
@@ -86,7 +91,7 @@ def dense_attention(
             allowed = _both(allowed, addend)
         else:
             allowed = _both(allowed, addend > masked_below(addend.dtype))
-            scores = _add(scores, addend)
+            scores = _add(scores, addend, in_place)
 
     weights = normalizer(scores, allowed)
     del scores
@@ -104,8 +109,11 @@ def entmax_normalizer(alpha: float | Tensor) -> Normalizer:
     per_head = alpha[:, None, None] if isinstance(alpha, Tensor) and alpha.dim() == 1 else alpha
 
     def normalize(scores: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            scores = scores.masked_fill_(~mask, -math.inf)
+        if mask is None or torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
+            return entmax(scores, per_head, -1, mask)
+        # Where there is no mass there is no gradient: autograd need not know of the masking, nor repeat it.
+        with torch.no_grad():
+            scores.masked_fill_(~mask, -math.inf)
         return entmax(scores, per_head, -1)
 
     return normalize
@@ -136,8 +144,8 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
 
 
-def _add(scores: Tensor, addend: Tensor) -> Tensor:
-    """Add in place unless that would narrow the result's dtype."""
-    if torch.result_type(scores, addend) == scores.dtype:
+def _add(scores: Tensor, addend: Tensor, in_place: bool) -> Tensor:
+    """Add, in place if allowed and if that does not narrow the result's dtype."""
+    if in_place and torch.result_type(scores, addend) == scores.dtype:
         return scores.add_(addend)
     return scores + addend
