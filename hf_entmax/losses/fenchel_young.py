@@ -172,7 +172,7 @@ def entmax_loss(
         TypeError: for labels, alpha or logits of an unsuitable dtype.
 
     Reference:
-        Peters, Niculae, Martins 2019, eq. 11-12; Blondel, Martins, Niculae 2020, prop. 2 (Fenchel-Young losses).
+        Peters, Niculae, Martins 2019, eq. 11-12; Blondel, Martins, Niculae 2020 (Fenchel-Young losses).
     """
     check_options(reduction, label_smoothing)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():

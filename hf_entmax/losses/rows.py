@@ -51,7 +51,7 @@ def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
         ``[...]``.
 
     Reference:
-        Peters, Niculae, Martins 2019, eq. 9.
+        Peters, Niculae, Martins 2019, sec. 3.
     """
     log_probs = _log_or_zero(probs)
     return -(probs * _expm1_ratio(log_probs, u)).sum(-1) / (1.0 + _squeeze(u))

@@ -1,0 +1,246 @@
+"""Forced decoding: what the model would have accepted at each position of a given output."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.generation.beam import number_of_inputs
+from hf_entmax.generation.labels import STYLE, labeller, new_figure, percent
+from hf_entmax.generation.members import (
+    Ensemble,
+    Member,
+    as_inputs,
+    as_models,
+    constrained_to,
+    take_input,
+    with_members,
+)
+
+
+@dataclasses.dataclass
+class ForcedStep:
+    """One position of a given output.
+
+    Attributes:
+        token: the token that stands there.
+        label: its text.
+        probability: what the model gave it, after the tokens before; 0.0 if it was ruled out.
+        support: text and probability of the tokens with mass, most probable first, at most ``max_support`` of them.
+        support_size: how many have mass.
+    """
+
+    token: int
+    label: str
+    probability: float
+    support: list[tuple[str, float]]
+    support_size: int
+
+    @property
+    def certain(self) -> bool:
+        """Whether the model left no choice, and the token is the one it would take."""
+        return self.support_size == 1 and self.probability > 0.0
+
+
+@dataclasses.dataclass
+class ForcedDecoding:
+    """A given output with the probabilities of its tokens.
+
+    Attributes:
+        steps: its positions.
+    """
+
+    steps: list[ForcedStep]
+
+    @property
+    def log_probability(self) -> float:
+        """``log p(y | x)`` in nats, ``-inf`` if the model rules the output out."""
+        return sum(math.log(step.probability) if step.probability > 0 else -math.inf for step in self.steps)
+
+    def spans(self) -> list[list[ForcedStep]]:
+        """Runs of certain positions joined (the model completes them by itself), all others one by one."""
+        spans: list[list[ForcedStep]] = []
+        for step in self.steps:
+            if step.certain and spans and spans[-1][-1].certain:
+                spans[-1].append(step)
+            else:
+                spans.append([step])
+        return spans
+
+    def to_text(self) -> str:
+        """One line per span: the tokens, the probability, and what else had mass."""
+        lines = []
+        names = [" ".join(step.label for step in span) for span in self.spans()]
+        width = max((len(name) for name in names), default=0)
+        for name, span in zip(names, self.spans(), strict=True):
+            step = span[0]
+            if step.certain:
+                lines.append(f"{name:<{width}}  certain")
+                continue
+            others = [f"{label} {percent(p)}" for label, p in _others(step)]
+            more = step.support_size - len(step.support)
+            others += [f"and {more} more"] if more > 0 else []
+            lines.append(
+                f"{name:<{width}}  {percent(step.probability):>7}" + (f"   also {', '.join(others)}" if others else "")
+            )
+        return "\n".join(lines)
+
+    def to_html(self) -> str:
+        """A fragment of HTML: a row of boxes, certain runs in one; all text escaped."""
+        boxes = []
+        for span in self.spans():
+            step = span[0]
+            name = html.escape(" ".join(each.label for each in span))
+            if step.certain:
+                boxes.append(
+                    f'<div style="border:2px solid #2b6cb0;border-radius:4px;padding:4px 8px"><b>{name}</b></div>'
+                )
+                continue
+            rows = "".join(f"<div>{html.escape(label)} {percent(p)}</div>" for label, p in _others(step))
+            more = step.support_size - len(step.support)
+            rows += f"<div>+ {more}</div>" if more > 0 else ""
+            boxes.append(
+                '<div style="border:1px solid #999;border-radius:4px;padding:4px 8px">'
+                f'<b>{name}</b> {percent(step.probability)}<div style="color:#666">{rows}</div></div>'
+            )
+        return f'<div style="{STYLE};display:flex;gap:4px;align-items:flex-start">{"".join(boxes)}</div>'
+
+    def to_figure(self) -> Any:
+        """A matplotlib figure of the same: one column per span, the token given on top, what else had mass below it.
+
+        Raises:
+            ImportError: if matplotlib is missing.
+        """
+        spans = self.spans()
+        columns = []
+        for span in spans:
+            step = span[0]
+            name = " ".join(each.label for each in span)
+            head = [name] if step.certain else [f"{name}  {percent(step.probability)}"]
+            columns.append(head if step.certain else head + [f"{label}  {percent(p)}" for label, p in _others(step)])
+        widths = [max(len(line) for line in column) + 3 for column in columns]
+        depth = max((len(column) for column in columns), default=1)
+        figure = new_figure(max(2.0, 0.09 * sum(widths)), 0.3 + 0.25 * depth)
+        axis = figure.axes[0]
+        axis.set_xlim(0, max(sum(widths), 1))
+        axis.set_ylim(-depth, 0.6)
+        left = 0.0
+        for span, column, width in zip(spans, columns, widths, strict=True):
+            certain = span[0].certain
+            box = {"boxstyle": "round", "facecolor": "#dbeafe" if certain else "white", "edgecolor": "#2b6cb0"}
+            for row, line in enumerate(column):
+                # Text is set as it is: dollar signs start no formula.
+                axis.text(
+                    left + width / 2, -row, line, ha="center", va="center", fontsize=8, parse_math=False,
+                    color="black" if row == 0 else "#666666", bbox=box if row == 0 else None,
+                )  # fmt: skip
+            left += width
+        return figure
+
+
+def _others(step: ForcedStep) -> list[tuple[str, float]]:
+    """What had mass besides the token given (two tokens may share a label, so one is left out, not all)."""
+    others, left_out = [], False
+    for label, probability in step.support:
+        if not left_out and label == step.label and probability == step.probability:
+            left_out = True
+        else:
+            others.append((label, probability))
+    return others
+
+
+def force_decode(
+    model: Any,
+    inputs: Any,
+    targets: Any,
+    tokenizer: Any = None,
+    *,
+    output_alpha: float | None = None,
+    max_support: int = 20,
+    **options: Any,
+) -> list[ForcedDecoding]:
+    """Probabilities of given outputs, position by position, with what else the model would have accepted there.
+
+    Args:
+        model: as for ``beam_search``; a list of models is an ensemble.
+        inputs: as for ``beam_search``.
+        targets: token ids of the outputs, new tokens alone: a list of lists, or int64 ``[B, T]`` with -100 for padding.
+        tokenizer: turns token ids into text: a tokenizer, a function, or None for numbers.
+        output_alpha: as for ``beam_search``.
+        max_support: how many of the tokens with mass to keep per position, at least 1.
+        **options: as for ``beam_search``.
+
+    Returns:
+        One decoding per input.
+
+    Raises:
+        ValueError: if there is not one non-empty target per input, a token is out of range, or ``max_support < 1``.
+        TypeError: as ``beam_search``.
+
+    Reference:
+        Peters, Niculae, Martins 2019, fig. 2.
+    """
+    if isinstance(max_support, bool) or not isinstance(max_support, int) or max_support < 1:
+        raise ValueError(f"max_support={max_support!r} is not allowed: it must be an integer of at least 1.")
+    models = as_models(model)
+    each = as_inputs(inputs, models)
+    size = number_of_inputs(each)
+    rows = [
+        [int(t) for t in row if int(t) != -100]
+        for row in (targets.tolist() if isinstance(targets, Tensor) else targets)
+    ]
+    if len(rows) != size or not all(rows):
+        raise ValueError(
+            f"targets must hold one non-empty list of token ids per input: got {len(rows)} for {size} inputs."
+        )
+    text = labeller(tokenizer)
+    results = []
+    for index, target in enumerate(rows):
+        own = {**options, "use_cache": False}
+        if own.get("prefix_allowed_tokens_fn") is not None:
+            own["prefix_allowed_tokens_fn"] = constrained_to(own["prefix_allowed_tokens_fn"], index)
+        log_probs = with_members(
+            models,
+            [take_input(one, index, size) for one in each],
+            lambda ensemble, target=target: _positions(ensemble, target),
+            output_alpha=output_alpha,
+            num_beams=1,
+            max_new_tokens=len(target),
+            options=own,
+        )
+        if max(target) >= log_probs.shape[-1] or min(target) < 0:
+            raise ValueError(
+                f"targets hold {max(target)} or {min(target)}, outside the vocabulary of {log_probs.shape[-1]}."
+            )
+        results.append(
+            ForcedDecoding([_step(row.exp(), t, text, max_support) for row, t in zip(log_probs, target, strict=True)])
+        )
+    return results
+
+
+def _positions(ensemble: Ensemble, target: list[int]) -> Tensor:
+    """Log-probabilities at every position of one target, ``[T, V]``, in one pass per model."""
+    return ensemble.average([_member_positions(member, target) for member in ensemble.members]).cpu()
+
+
+def _member_positions(member: Member, target: list[int]) -> Tensor:
+    logits = member.forward_prefixes([target[:-1]], len(target))[0]
+    if not member.processors:
+        return member.log_probs(logits, member.input_ids)
+    rows = []
+    for position, scores in enumerate(logits):
+        new = torch.tensor([target[:position]], dtype=torch.long, device=member.input_ids.device)
+        rows.append(member.log_probs(scores[None], torch.cat((member.input_ids, new), dim=-1)))
+    return torch.cat(rows)
+
+
+def _step(probs: Tensor, token: int, text: Any, max_support: int) -> ForcedStep:
+    size = int((probs > 0).sum())
+    best = probs.topk(min(size, max_support))
+    support = [(text(int(i)), float(p)) for p, i in zip(best.values, best.indices, strict=True)]
+    return ForcedStep(token, text(token), float(probs[token]), support, size)
