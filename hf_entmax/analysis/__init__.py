@@ -1,5 +1,6 @@
 """What did each head learn? Statistics, roles, figures and a report for any Transformers model."""
 
+from . import plots
 from .collect import AnalysisError, collect
 from .metrics import (
     alignment_error_rate,
@@ -20,4 +21,30 @@ from .metrics import (
     subword_merging,
     word_attention,
 )
+from .report import write_report
 from .statistics import AttentionStatistics
+
+__all__ = [
+    "AnalysisError",
+    "AttentionStatistics",
+    "alignment_error_rate",
+    "ambiguity",
+    "collect",
+    "density",
+    "dependency_accuracy",
+    "distance_profile",
+    "entropy",
+    "head_diversity",
+    "interrogation",
+    "max_weight",
+    "mean_support",
+    "plots",
+    "positional_census",
+    "positional_confidence",
+    "positional_share",
+    "sentence_density",
+    "sink_mass",
+    "subword_merging",
+    "word_attention",
+    "write_report",
+]

@@ -115,6 +115,7 @@ def collect(
     first_index = 0
     with evaluation_mode(model), torch.no_grad():
         for number, batch in enumerate(stream):
+            size = _batch_size(batch)
             if collector is None:
                 wanted = _wanted_groups(groups, batch, table)
                 collector = _Collector(
@@ -125,7 +126,6 @@ def collect(
                     tokenizer,
                     tuple(interrogatives),
                 )
-            size = _batch_size(batch)
             if number % world == rank:
                 try:
                     collector.run(batch, first_index)

@@ -64,6 +64,9 @@ def gather_collection(
                 statistics.extremes[site].merge(extremes)
             else:
                 statistics.extremes[site] = extremes
+    for extremes in statistics.extremes.values():
+        wanted = extremes.wanted()
+        extremes.texts = {index: text for index, text in sorted(extremes.texts.items()) if index in wanted}
     first = next((other["error"] for other in everyone if other["error"] is not None), None)
     return error if error is not None or first is None else ValueError(first)
 

@@ -152,7 +152,8 @@ def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -
     previous = torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
     after_gap = torch.cat([torch.ones_like(outside[:, :1]), outside[:, :-1]], dim=1)
     begins = table.starts[ids] | table.ends[previous] | after_gap
-    begins = begins | (table.first_class[ids] != table.last_class[previous])
+    first, last = table.first_class[ids], table.last_class[previous]
+    begins = begins | ((first != last) & (first > 0) & (last > 0))
     numbers = (begins & ~outside).cumsum(dim=1) - 1
     return numbers.masked_fill(outside, -1).to(input_ids.device)
 

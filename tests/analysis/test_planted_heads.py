@@ -1,0 +1,140 @@
+"""Heads whose weights were made to play a role are found and named; random heads are not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_tokenizers
+import torch
+from transformers import T5Config, T5EncoderModel
+
+from hf_entmax import patch_model
+from hf_entmax.analysis.analyze import analyze
+
+# Every piece belongs to one word only, so that its embedding can say which.
+WORDS = {
+    "the": ("det", ["the"]),
+    "big": ("adj", ["big"]),
+    "unhappy": ("adj", ["un", "##happy"]),
+    "dog": ("noun", ["dog"]),
+    "kangaroo": ("noun", ["kan", "##ga", "##roo"]),
+    "sleeps": ("verb", ["sleep", "##s"]),
+    "barks": ("verb", ["barks"]),
+    "hesitates": ("verb", ["hesi", "##tates"]),
+    "why": ("ask", ["why"]),
+    "when": ("ask", ["when"]),
+    "?": ("mark", ["?"]),
+    ".": ("stop", ["."]),
+}
+CATEGORIES = ["det", "adj", "noun", "verb", "ask", "mark", "stop", "special"]
+HEAD_OF = {"det": "noun", "adj": "noun", "noun": "verb", "ask": "verb", "mark": "verb", "stop": "verb"}
+HEADS = ["previous", "subword", "question", "dependency_head", "next", None, None, None]
+
+
+def texts() -> list[list[str]]:
+    result = []
+    for adjective in ("big", "unhappy"):
+        for noun in ("dog", "kangaroo"):
+            for verb in ("sleeps", "barks", "hesitates"):
+                for ask in ("why", "when", None):
+                    body = ["the", adjective, noun, verb]
+                    result.append([ask, *body, "?"] if ask else [*body, "."])
+    return result
+
+
+def conllu() -> str:
+    lines = []
+    for words in texts():
+        category = [WORDS[word][0] for word in words]
+        for place, word in enumerate(words):
+            wanted = HEAD_OF.get(category[place])
+            head = category.index(wanted) + 1 if wanted else 0
+            relation = {"noun": "nsubj", "det": "det", "adj": "amod", "verb": "root"}.get(category[place], "punct")
+            lines.append("\t".join([str(place + 1), word, "_", "_", "_", "_", str(head), relation, "_", "_"]))
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def planted_model(tokenizer, sharpness: float = 12.0) -> T5EncoderModel:
+    """One layer of T5: embeddings are one-hot (word, category, constant), heads read them off."""
+    pieces = {piece: (name, category) for name, (category, parts) in WORDS.items() for piece in parts}
+    names = list(WORDS)
+    width = len(names) + len(CATEGORIES) + 1
+    heads = len(HEADS)
+    sizes = {"d_model": width, "d_kv": width, "d_ff": 8, "num_layers": 1, "num_heads": heads}
+    model = T5EncoderModel(T5Config(vocab_size=len(tokenizer), relative_attention_num_buckets=32, **sizes)).eval()
+    embedding = torch.zeros(len(tokenizer), width)
+    embedding[:, -1] = 1.0
+    for token, index in tokenizer.get_vocab().items():
+        name, category = pieces.get(token, (None, "special"))
+        embedding[index, len(names) + CATEGORIES.index(category)] = 1.0
+        if name is not None:
+            embedding[index, names.index(name)] = 1.0
+    model.shared.weight.data.copy_(embedding)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    generator = torch.Generator().manual_seed(5)
+    identity = torch.eye(width)
+    # RMS normalisation makes each of the three ones of an embedding sqrt(width / 3).
+    scale = sharpness / (width / 3)
+    query, key = torch.zeros(heads, width, width), torch.zeros(heads, width, width)
+    bias = torch.zeros(32, heads)
+    for head, role in enumerate(HEADS):
+        key[head] = identity
+        if role in ("previous", "next"):
+            bias[1 if role == "previous" else 17, head] = sharpness  # buckets of distance -1 and +1
+        elif role == "subword":
+            for place in range(len(names)):
+                query[head, place, place] = 2 * scale
+            bias[0, head] = -sharpness  # not the token itself, unless it is alone in its word
+        elif role == "question":
+            query[head, len(names) + CATEGORIES.index("mark"), -1] = scale
+        elif role == "dependency_head":
+            for category, wanted in HEAD_OF.items():
+                query[head, len(names) + CATEGORIES.index(wanted), len(names) + CATEGORIES.index(category)] = scale
+        else:
+            query[head] = torch.randn(width, width, generator=generator) * 0.08
+            key[head] = torch.randn(width, width, generator=generator) * 0.08
+            bias[:, head] = torch.randn(32, generator=generator)
+    attention.q.weight.data.copy_(query.reshape(heads * width, width))
+    attention.k.weight.data.copy_(key.reshape(heads * width, width))
+    attention.relative_attention_bias.weight.data.copy_(bias)
+    return model
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["softmax", "entmax"])
+def test_planted_heads_are_found_and_named(tmp_path, patched):
+    tokenizer = tiny_tokenizers.wordpiece([piece for _, parts in WORDS.values() for piece in parts])
+    model = planted_model(tokenizer)
+    if patched:
+        patch_model(model, alpha=1.5)
+    (tmp_path / "data.txt").write_text("\n".join(" ".join(words) for words in texts()) + "\n")
+    (tmp_path / "gold.conllu").write_text(conllu())
+    result = analyze(
+        model,
+        tmp_path / "data.txt",
+        tokenizer=tokenizer,
+        conllu=tmp_path / "gold.conllu",
+        out=tmp_path / "report",
+        importance="none",
+        figures=False,
+        device="cpu",
+        progress=False,
+    )
+    assert result.problems == []
+    site = result.statistics[0].sites["encoder_self"]
+    assert [role.role if role else None for role in site.best_roles()[0]] == HEADS
+    assert float(site.positional_confidence(-1)[0, 0]) > 0.99
+    assert float(site.subword_merging(min_pieces=2)[0, 1]) > 0.95
+    assert float(site.interrogation()[0, 2]) > 0.99
+    assert float(site.dependency_accuracy()[0, 3]) > 0.99
+    assert all(float(value) < 0.8 for value in site.dependency_accuracy()[0, 5:])
+    offset, baseline = site.dependency_baseline()
+    assert offset == 1 and 0.3 < baseline < 0.9
+    if patched:
+        assert all(float(value) < 0.3 for value in site.density()[0, [0, 2, 4]])
+    record = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert [row["role"] for row in record["models"][0]["heads"]] == HEADS
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "1 of 8 self-attention heads looks at the previous token with" in page
+    assert "3 of 8 heads have no single role" in page
