@@ -1,0 +1,177 @@
+"""What is measured: attention problems and whole models, by themselves or as named lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    Args:
+        name: how the results call it.
+        batch: B.
+        heads: H.
+        length: T_q and T_k, unless ``queries`` says otherwise.
+        head_dim: D.
+        kv_heads: H_kv; H if None.
+        queries: T_q; ``length`` if None.
+        sharpness: standard deviation of the queries' entries (keys have 1); larger makes rows sparser.
+        alpha: one alpha for all heads, or the range in which the heads' learned alphas are drawn.
+        causal: causal limit.
+        padded: sequences of random length, padded on the right.
+        modes: of "forward", "forward+backward" and "memory".
+        against: implementations to measure besides ours.
+        targets: (implementation, mode, largest allowed ratio of ours to it).
+    """
+
+    name: str
+    batch: int
+    heads: int
+    length: int
+    head_dim: int = 64
+    kv_heads: int | None = None
+    queries: int | None = None
+    sharpness: float = 2.0
+    alpha: float | tuple[float, float] = (1.3, 2.0)
+    causal: bool = False
+    padded: bool = False
+    modes: tuple[str, ...] = ("forward", "forward+backward")
+    against: tuple[str, ...] = ("eager_softmax", "sdpa")
+    targets: tuple[tuple[str, str, float], ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """Training of a whole encoder-decoder, shaped like BART-base by default.
+
+    Args:
+        name: how the results call it.
+        batch: sequences a step.
+        lengths: shortest and longest source and target length; batches are padded.
+        layers: layers of encoder and of decoder.
+        width: model width.
+        heads: heads per layer.
+        vocabulary: number of tokens.
+        target: smallest allowed ratio of our tokens/s to those of SDPA softmax.
+    """
+
+    name: str
+    batch: int = 4
+    lengths: tuple[int, int] = (128, 256)
+    layers: int = 6
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 8192
+    target: float | None = None
+
+
+_BOTH = ("eager_softmax", "sdpa")
+_EVERYBODY = (
+    "eager_softmax",
+    "sdpa",
+    "entmax_bisect",
+    "entmax15",
+    "hf_attention_normalizers",
+    "adasplash",
+    "ours_torch",
+)
+
+_TARGETS: tuple[Case | ModelCase, ...] = (
+    Case(
+        "B4 H8 L512, q x 2",
+        4,
+        8,
+        512,
+        against=_EVERYBODY,
+        targets=(("entmax_bisect", "forward+backward", 0.01), ("eager_softmax", "forward+backward", 0.4)),
+    ),
+    Case(
+        "B1 H8 L2048, q x 3",
+        1,
+        8,
+        2048,
+        sharpness=3.0,
+        against=_BOTH,
+        targets=(("sdpa", "forward+backward", 0.4),),
+    ),
+    Case(
+        "B1 H8 L2048, q x 1",
+        1,
+        8,
+        2048,
+        sharpness=1.0,
+        against=_BOTH,
+        targets=(("sdpa", "forward+backward", 1.0),),
+    ),
+    Case(
+        "B1 H8 L2048, q x 0.6",
+        1,
+        8,
+        2048,
+        sharpness=0.6,
+        alpha=(1.3, 1.5),
+        against=_BOTH,
+        targets=(("sdpa", "forward+backward", 1.0),),
+    ),
+    Case(
+        "B1 H4 L4096, q x 3",
+        1,
+        4,
+        4096,
+        sharpness=3.0,
+        modes=("forward", "forward+backward", "memory"),
+        against=_BOTH,
+        targets=(("sdpa", "forward+backward", 0.33), ("eager_softmax", "memory", 0.125)),
+    ),
+    Case("B8 H8 L64, q x 2", 8, 8, 64, against=_BOTH, targets=(("eager_softmax", "forward+backward", 1.2),)),
+    Case(
+        "B64 H8 L32, right padding",
+        64,
+        8,
+        32,
+        padded=True,
+        against=_BOTH,
+        targets=(("eager_softmax", "forward+backward", 1.3),),
+    ),
+    Case(
+        "decoding, T_q 1, 4096 keys, GQA 4:1",
+        1,
+        32,
+        4096,
+        kv_heads=8,
+        queries=1,
+        modes=("forward",),
+        against=("sdpa",),
+        targets=(("sdpa", "forward", 1.0),),
+    ),
+    ModelCase("BART-base shape, L 128-256", target=1.0),
+)
+
+_GRID = tuple(
+    Case(
+        f"L{length}, q x {sharpness:g}{', causal' if causal else ''}",
+        max(1, 1024 // length),
+        8,
+        length,
+        sharpness=sharpness,
+        causal=causal,
+        against=_BOTH,
+    )
+    for length in (128, 512, 1024, 2048)
+    for sharpness in (0.3, 1.0, 3.0)
+    for causal in (False, True)
+)
+
+#: Lists of cases by name: "targets" (with the ratios each should reach), "grid" (length x sharpness x causal), "quick".
+PRESETS: dict[str, tuple[Case | ModelCase, ...]] = {
+    "quick": (
+        Case("L128, q x 2", 4, 8, 128, against=_EVERYBODY),
+        Case("L512, q x 2", 2, 8, 512, against=_BOTH),
+        Case("L512, q x 2, causal", 2, 8, 512, causal=True, against=_BOTH),
+    ),
+    "targets": _TARGETS,
+    "grid": _GRID,
+    "model": (_TARGETS[-1],),
+}

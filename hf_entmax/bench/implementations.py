@@ -1,0 +1,177 @@
+"""The attention implementations that are compared, each as a function of the same inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.bench.cases import Case
+from hf_entmax.ops import entmax_attention
+from hf_entmax.ops.backends import available_backends
+
+
+@dataclass
+class Problem:
+    """The tensors of one case."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor
+    real_keys: Tensor | None
+    case: Case
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors with gradients."""
+        return self.query, self.key, self.value, self.alpha
+
+
+def make_problem(case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> Problem:
+    """Draw a problem: Gaussian queries (times the sharpness), keys and values, alphas uniform in their range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, length: int, factor: float = 1.0) -> Tensor:
+        tensor = factor * torch.randn(case.batch, heads, length, case.head_dim, generator=generator)
+        return tensor.to(device, dtype).requires_grad_()
+
+    kv_heads = case.kv_heads or case.heads
+    query = draw(case.heads, case.queries or case.length, case.sharpness)
+    key, value = draw(kv_heads, case.length), draw(kv_heads, case.length)
+    low, high = case.alpha if isinstance(case.alpha, tuple) else (case.alpha, case.alpha)
+    alpha = (low + (high - low) * torch.rand(case.heads, generator=generator)).to(device).requires_grad_()
+    real_keys = None
+    if case.padded:
+        lengths = torch.randint(case.length // 4, case.length + 1, (case.batch, 1), generator=generator)
+        real_keys = (torch.arange(case.length) < lengths).to(device)
+    return Problem(query, key, value, alpha, real_keys, case)
+
+
+def _additive_mask(problem: Problem) -> Tensor | None:
+    if problem.real_keys is None:
+        return None
+    forbidden = ~problem.real_keys[:, None, None, :]
+    return torch.zeros_like(forbidden, dtype=problem.query.dtype).masked_fill(
+        forbidden, torch.finfo(problem.query.dtype).min
+    )
+
+
+def _dense(problem: Problem, mapping: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    """Scores, a mapping of them, output: the way everybody writes it down."""
+    case, mask = problem.case, _additive_mask(problem)
+    groups = case.heads // (case.kv_heads or case.heads)
+    queries = problem.query.shape[2]
+    if case.causal:
+        seen = torch.ones(queries, case.length, dtype=torch.bool, device=problem.query.device)
+        seen = seen.tril(case.length - queries)
+        limit = torch.zeros_like(seen, dtype=problem.query.dtype)
+        limit = limit.masked_fill(~seen, torch.finfo(problem.query.dtype).min)
+        mask = limit if mask is None else mask + limit
+
+    def attend() -> Tensor:
+        key = problem.key.repeat_interleave(groups, 1) if groups > 1 else problem.key
+        value = problem.value.repeat_interleave(groups, 1) if groups > 1 else problem.value
+        scores = problem.query @ key.transpose(-1, -2) / math.sqrt(case.head_dim)
+        if mask is not None:
+            scores = scores + mask
+        return mapping(scores).to(value.dtype) @ value
+
+    return attend
+
+
+def _eager_softmax(problem: Problem) -> Callable[[], Tensor]:
+    return _dense(problem, lambda scores: torch.softmax(scores, -1))
+
+
+def _sdpa(problem: Problem) -> Callable[[], Tensor]:
+    mask, case = _additive_mask(problem), problem.case
+    gqa: dict[str, Any] = {"enable_gqa": True} if case.kv_heads not in (None, case.heads) else {}
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        problem.query, problem.key, problem.value, attn_mask=mask, is_causal=case.causal, **gqa
+    )
+
+
+def _entmax_bisect(problem: Problem) -> Callable[[], Tensor]:
+    from entmax import entmax_bisect
+
+    shape = (problem.case.batch, problem.case.heads, problem.query.shape[2], 1)
+    bisect: Any = entmax_bisect
+    return _dense(problem, lambda scores: bisect(scores, problem.alpha.view(1, -1, 1, 1).expand(shape)))
+
+
+def _entmax15(problem: Problem) -> Callable[[], Tensor]:
+    from entmax import entmax15
+
+    return _dense(problem, lambda scores: entmax15(scores, dim=-1))
+
+
+def _hf_attention_normalizers(problem: Problem) -> Callable[[], Tensor]:
+    from hf_attention_normalizers.backends import scaled_dot_product_attention
+    from hf_attention_normalizers.vutils.entmax import entmax15
+
+    mask = _additive_mask(problem)
+    return lambda: scaled_dot_product_attention(
+        problem.query, problem.key, problem.value, entmax15, attn_mask=mask, is_causal=problem.case.causal
+    )
+
+
+def _adasplash(problem: Problem) -> Callable[[], Tensor]:
+    from adasplash import adasplash
+
+    return lambda: adasplash(problem.query, problem.key, problem.value, alpha=1.5, is_causal=problem.case.causal)
+
+
+def _ours(backend: str) -> Callable[[Problem], Callable[[], Tensor]]:
+    def make(problem: Problem) -> Callable[[], Tensor]:
+        return lambda: entmax_attention(
+            *problem.tensors(),
+            key_padding_mask=problem.real_keys,
+            is_causal=problem.case.causal,
+            backend=backend,
+        )[0]
+
+    return make
+
+
+#: Every implementation by name: how to make it, and whether its mapping is ours, entmax at 1.5 whatever alpha, or softmax.
+IMPLEMENTATIONS: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], str]] = {
+    "eager_softmax": (_eager_softmax, "softmax"),
+    "sdpa": (_sdpa, "softmax"),
+    "entmax_bisect": (_entmax_bisect, "entmax"),
+    "entmax15": (_entmax15, "entmax15"),
+    "hf_attention_normalizers": (_hf_attention_normalizers, "entmax15"),
+    "adasplash": (_adasplash, "entmax15"),
+    "ours_torch": (_ours("torch"), "entmax"),
+    "ours_numba": (_ours("numba"), "entmax"),
+    "ours_triton": (_ours("triton"), "entmax"),
+}
+
+
+def unavailable(name: str, device: str) -> str | None:
+    """Why an implementation cannot run here, or None."""
+    package = {"entmax_bisect": "entmax", "entmax15": "entmax"}.get(name, name)
+    if name.startswith("ours_"):
+        backend = name.removeprefix("ours_")
+        if backend != "torch" and (backend == "triton") != (device == "cuda"):
+            return f"the {backend} backend does not run on {device}"
+        state = available_backends()[backend]
+        return None if state.startswith("available") else state
+    if name == "adasplash" and device != "cuda":
+        return "adasplash runs on CUDA only"
+    if name not in ("eager_softmax", "sdpa") and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed (pip install 'hf_entmax[benchmark]')"
+    return None
+
+
+def reference_output(problem: Problem, kind: str) -> Tensor:
+    """The output in float64 on the torch path, for the check before timing."""
+    query, key, value = (t.detach().double() for t in (problem.query, problem.key, problem.value))
+    alpha = {"softmax": 1.0, "entmax15": 1.5}.get(kind, problem.alpha.detach().double())
+    return entmax_attention(
+        query, key, value, alpha, key_padding_mask=problem.real_keys, is_causal=problem.case.causal, backend="torch"
+    )[0]

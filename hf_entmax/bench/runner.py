@@ -1,0 +1,331 @@
+"""Running cases: check, time, collect rows, write them down."""
+
+from __future__ import annotations
+
+import csv
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from hf_entmax.bench.cases import PRESETS, Case, ModelCase
+from hf_entmax.bench.implementations import (
+    IMPLEMENTATIONS,
+    Problem,
+    make_problem,
+    reference_output,
+    unavailable,
+)
+from hf_entmax.bench.timing import interleaved_times, peak_memory, quantile
+from hf_entmax.ops import entmax_attention
+
+#: Largest allowed difference from the float64 output, relative to the largest entry, before anything is timed.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the results.
+
+    ``ratio`` is our median over this implementation's (the other way round for tokens/s, so that below 1 always means that ours is
+    better); ``target`` the largest ratio the case should reach.
+    """
+
+    case: str
+    implementation: str
+    mode: str
+    median: float
+    q20: float
+    q80: float
+    unit: str
+    ratio: float | None
+    target: float | None
+    density: float | None
+    repeats: int
+    device: str
+    threads: int
+    dtype: str
+    torch: str
+    numba: str
+    triton: str
+    python: str
+
+
+def run(
+    preset: str = "quick",
+    *,
+    out: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    repeats: int = 15,
+    budget: float = 20.0,
+    implementations: Sequence[str] | None = None,
+    lengths: Sequence[int] | None = None,
+    sharpness: Sequence[float] = (1.0, 3.0),
+    alpha: float | tuple[float, float] = (1.3, 2.0),
+    causal: bool = False,
+    report: Callable[[str], None] = print,
+) -> list[Measurement]:
+    """Measure a preset, or a grid of lengths and sharpnesses, and write the results.
+
+    Args:
+        preset: a name in `PRESETS`: "quick", "targets", "grid" or "model"; ignored when ``lengths`` is given.
+        out: folder for ``<preset>-<device>.csv`` and, where matplotlib is installed, ``.png``; nothing is written if
+            None.
+        device: "cpu", "cuda" or "auto" (cuda where there is one).
+        dtype: "float32", "bfloat16" or "float16".
+        repeats: rounds over all implementations.
+        budget: seconds per case and mode after which no new round begins (three are always run).
+        implementations: the ones to compare with ours, instead of each case's own list.
+        lengths: sequence lengths of a grid of one's own.
+        sharpness: standard deviations of its queries.
+        alpha: its alpha, or the range of its learned alphas.
+        causal: whether it is causal.
+        report: called with every line of the report.
+
+    Returns:
+        The rows of the CSV file.
+
+    Raises:
+        ValueError: if a name is unknown.
+        RuntimeError: if an implementation's output is wrong. Then nothing is timed.
+    """
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; the options are 'float32', 'bfloat16' and 'float16'.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; the options are 'auto', 'cpu' and 'cuda'.")
+    unknown = [name for name in implementations or () if name not in IMPLEMENTATIONS]
+    if unknown:
+        raise ValueError(f"Unknown implementations {unknown}; the options are {sorted(IMPLEMENTATIONS)}.")
+    if lengths is not None:
+        preset = "custom"
+        cases: Sequence[Case | ModelCase] = [
+            Case(
+                f"L{n}, q x {s:g}{', causal' if causal else ''}",
+                1,
+                8,
+                n,
+                sharpness=s,
+                alpha=alpha,
+                causal=causal,
+            )
+            for n in lengths
+            for s in sharpness
+        ]
+    elif preset in PRESETS:
+        cases = PRESETS[preset]
+    else:
+        raise ValueError(f"preset is {preset!r}; the options are {', '.join(map(repr, PRESETS))}.")
+    torch_dtype = getattr(torch, dtype)
+    rows: list[Measurement] = []
+    for case in cases:
+        if isinstance(case, ModelCase):
+            new = _measure_model(case, device, repeats, budget)
+        else:
+            new = _measure_case(case, device, torch_dtype, repeats, budget, implementations, report)
+        for row in new:
+            report(_line(row))
+        rows += new
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{preset}-{device}.csv"
+        write_csv(rows, path)
+        report(f"wrote {path}")
+        try:
+            from hf_entmax.bench.plot import plot_ratios
+        except ImportError:
+            report("no plot: matplotlib is not installed (pip install 'hf_entmax[figures]')")
+        else:
+            plot_ratios(rows, path.with_suffix(".png"))
+            report(f"wrote {path.with_suffix('.png')}")
+    return rows
+
+
+def write_csv(rows: Sequence[Measurement], path: Path) -> None:
+    """Write the rows with a header of their field names."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            values = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in asdict(row).items()}
+            writer.writerow(values)
+
+
+def _measure_case(
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    repeats: int,
+    budget: float,
+    chosen: Sequence[str] | None,
+    report: Callable[[str], None],
+) -> list[Measurement]:
+    problem = make_problem(case, device, dtype)
+    ours = next(
+        (n for n in ("ours_triton", "ours_numba", "ours_torch") if unavailable(n, device) is None), "ours_torch"
+    )
+    names = [ours, *(name for name in (case.against if chosen is None else chosen) if name != ours)]
+    functions = {}
+    for name in names:
+        reason = unavailable(name, device)
+        if reason is not None:
+            report(f"{case.name}: {name} left out: {reason}")
+            continue
+        functions[name] = _checked(name, problem, dtype)
+    density = _density(problem)
+    rows = []
+    for mode in case.modes:
+        if mode == "memory":
+            calls = {name: _backward(function, problem) for name, function in functions.items()}
+            values = {name: [peak_memory(call, device)] for name, call in calls.items()}
+        else:
+            make = _backward if mode == "forward+backward" else _forward
+            calls = {name: make(function, problem) for name, function in functions.items()}
+            values = interleaved_times(calls, repeats, device, budget)
+        targets = {name: limit for name, wanted, limit in case.targets if wanted == mode}
+        base = quantile(values[ours], 0.5)
+        for name, measured in values.items():
+            middle = quantile(measured, 0.5)
+            ratio = None if name == ours or middle == 0 else base / middle
+            unit = "MiB" if mode == "memory" else "ms"
+            shown = density if name.startswith("ours") or name == "entmax_bisect" else None
+            rows.append(
+                _row(case.name, name, mode, measured, unit, ratio, targets.get(name), shown, device, str(dtype))
+            )
+    return rows
+
+
+def _checked(name: str, problem: Problem, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """The implementation, after its output was compared with float64."""
+    make, kind = IMPLEMENTATIONS[name]
+    function = make(problem)
+    with torch.no_grad():
+        out, exact = function().double(), reference_output(problem, kind)
+    error = ((out - exact).abs().max() / exact.abs().max()).item()
+    if not error <= _TOLERANCE[dtype]:
+        raise RuntimeError(
+            f"{name} is wrong in case {problem.case.name!r}: its output differs by {error:.1e} (relative)."
+        )
+    return function
+
+
+def _forward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:
+    def call() -> None:
+        with torch.no_grad():
+            function()
+
+    return call
+
+
+def _backward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:
+    with torch.no_grad():
+        cotangent = torch.randn_like(function())
+
+    def call() -> None:
+        for tensor in problem.tensors():
+            tensor.grad = None
+        function().backward(cotangent)
+
+    return call
+
+
+@torch.no_grad()
+def _density(problem: Problem) -> float:
+    """Share of nonzero weights among the allowed ones."""
+    case = problem.case
+    options = {"key_padding_mask": problem.real_keys, "is_causal": case.causal}
+    _, weights = entmax_attention(*problem.tensors(), need_weights=True, **options)
+    assert weights is not None
+    queries = weights.shape[2]
+    allowed = torch.ones(queries, case.length, dtype=torch.bool, device=weights.device)
+    if case.causal:
+        allowed = allowed.tril(case.length - queries)
+    pairs = allowed.sum().item() * case.batch
+    if problem.real_keys is not None:
+        pairs = (allowed & problem.real_keys[:, None, :]).sum().item()
+    return (weights > 0).sum().item() / (pairs * case.heads)
+
+
+def _measure_model(case: ModelCase, device: str, repeats: int, budget: float) -> list[Measurement]:
+    from hf_entmax.bench.models import training_steps
+
+    steps, tokens = training_steps(case, device)
+    times = interleaved_times(steps, repeats, device, budget * 4)
+    rates = {name: [1e3 * tokens / t for t in measured] for name, measured in times.items()}
+    ours = quantile(rates["ours"], 0.5)
+    rows = []
+    for name, measured in rates.items():
+        ratio = None if name == "ours" else quantile(measured, 0.5) / ours
+        target = None if name == "ours" or case.target is None else 1 / case.target
+        mode = "training step"
+        rows.append(_row(case.name, name, mode, measured, "tokens/s", ratio, target, None, device, str(torch.float32)))
+    return rows
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _row(
+    case: str,
+    name: str,
+    mode: str,
+    values: list[float],
+    unit: str,
+    ratio: float | None,
+    target: float | None,
+    density: float | None,
+    device: str,
+    dtype: str,
+) -> Measurement:
+    return Measurement(
+        case=case,
+        implementation=name,
+        mode=mode,
+        median=quantile(values, 0.5),
+        q20=quantile(values, 0.2),
+        q80=quantile(values, 0.8),
+        unit=unit,
+        ratio=ratio,
+        target=target,
+        density=density,
+        repeats=len(values),
+        device=_device_name(device),
+        threads=torch.get_num_threads(),
+        dtype=dtype.removeprefix("torch."),
+        torch=_version("torch"),
+        numba=_version("numba"),
+        triton=_version("triton"),
+        python=platform.python_version(),
+    )
+
+
+def _line(row: Measurement) -> str:
+    text = f"{row.case:38s} {row.implementation:24s} {row.mode:17s} {row.median:10.2f} {row.unit:9s}"
+    if row.density is not None:
+        text += f" density {100 * row.density:.1f} %"
+    if row.ratio is not None and math.isfinite(row.ratio):
+        text += f" ours / this {row.ratio:.3f}"
+        if row.target is not None:
+            text += f" (at most {row.target:g}: {'reached' if row.ratio <= row.target else 'MISSED'})"
+    return text
