@@ -146,6 +146,6 @@ def _both(first: Tensor | None, second: Tensor) -> Tensor:
 
 def _add(scores: Tensor, addend: Tensor, in_place: bool) -> Tensor:
     """Add, in place if allowed and if that does not narrow the result's dtype."""
-    if in_place and torch.result_type(scores, addend) == scores.dtype:
+    if in_place and torch.promote_types(scores.dtype, addend.dtype) == scores.dtype:
         return scores.add_(addend)
     return scores + addend

@@ -40,8 +40,9 @@ class EntmaxFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
         """Pull the cotangent of the probabilities back to the scores and to ``u``."""
-        probs = ctx.saved_tensors[0]
-        u = ctx.saved_tensors[1] if ctx.u is None else ctx.u
+        # Read once: gradient checkpointing recomputes what is unpacked.
+        saved = ctx.saved_tensors
+        probs, u = saved[0], saved[1] if ctx.u is None else ctx.u
         grad = grad_outputs[0]
         with_scores, with_alpha = ctx.needs_input_grad
         if opaque.wanted(probs):

@@ -131,9 +131,12 @@ def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool) -> Tensor:
     if not isinstance(u, Tensor):
         probs, total = _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
     elif not visible:
-        # Only the branch that is needed runs: sorting every row would cost more than all the rest.
-        probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
-        probs = probs.clone()
+        if torch.compiler.is_compiling():
+            # Only the branch that is needed runs: sorting every row would cost more than all the rest.
+            probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
+            probs = probs.clone()
+        else:
+            probs, total = _either(centred, u)
     else:
         steep = (u > 1).squeeze(-1)
         if not bool(steep.any()):
