@@ -4,7 +4,7 @@
     python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
     accelerate launch recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
     python recipes/multilabel.py --smoke
-    python recipes/multilabel_figures.py --out figures          # figures and tables of what has been run
+    python recipes/multilabel_figures.py                        # figures and tables of what has been run
 
 Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' steps=500``. Runs are appended to
 the CSV file ``--out`` as they finish; started again, the recipe goes on where it stopped.
@@ -158,7 +158,13 @@ def logits_of(data: Split, weights: Tensor) -> Tensor:
 
 
 def tune_and_test(
-    train: Split, test: Split, method: str, config: LinearConfig, seed: int, n_scored: int
+    train: Split,
+    test: Split,
+    method: str,
+    config: LinearConfig,
+    seed: int,
+    n_scored: int,
+    trained: dict[Any, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any], float]:
     """Choose hyper-parameters on held-out training rows, train on all of them, predict the test rows.
 
@@ -169,10 +175,12 @@ def tune_and_test(
         config: the candidates.
         seed: of the split and the initialisation.
         n_scored: how many of the labels count in the scores (the first ones).
+        trained: models of the same rows and seed, kept for methods that differ in their prediction alone.
 
     Returns:
         Probabilities and predictions of the test rows ``[N, K]``, what was chosen, and its validation micro-F1.
     """
+    trained = {} if trained is None else trained
     folds = max(config.folds, 4)
     fold = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)) % folds
     held_out = torch.stack([fold == i for i in range(config.folds)])
@@ -181,7 +189,9 @@ def tune_and_test(
     best: tuple[float, dict[str, Any]] = (-1.0, {})
     for mapping in mappings_of(method, config):
         included = ~held_out.repeat(len(grid), 1)
-        weights = fit(train, included, grid.repeat_interleave(config.folds), mapping, config, seed)
+        if mapping not in trained:
+            trained[mapping] = fit(train, included, grid.repeat_interleave(config.folds), mapping, config, seed)
+        weights = trained[mapping]
         logits = logits_of(train, weights).unflatten(0, (len(grid), config.folds))
         # Every row is predicted by the model of the fold that left it out; rows never left out do not count.
         rows = held_out.any(0)
@@ -194,8 +204,10 @@ def tune_and_test(
                 best = micro, {"mapping": mapping, "l2": l2, "threshold": threshold}
     validation, chosen = best
     everything = torch.ones(1, len(train), dtype=torch.bool)
-    weights = fit(train, everything, torch.tensor([chosen["l2"]]), chosen["mapping"], config, seed)[0]
-    logits = logits_of(test, weights)
+    final = chosen["mapping"], chosen["l2"]
+    if final not in trained:
+        trained[final] = fit(train, everything, torch.tensor([final[1]]), final[0], config, seed)
+    logits = logits_of(test, trained[final][0])
     probs = multilabel_probabilities(logits, chosen["mapping"])
     predicted = multilabel_predict(logits, chosen["mapping"], threshold=chosen["threshold"])
     return probs, predicted, chosen, validation
@@ -245,9 +257,12 @@ def run_linear(config: LinearConfig, data_dir: Path, results: Results) -> None:
         n_labels = test.labels.shape[1]
         if key["empty_rows"] == "extra_label":
             train = with_extra_label(train)
+        trained: dict[Any, Tensor] = {}
         for method in todo:
             start = time.perf_counter()
-            probs, predicted, chosen, validation = tune_and_test(train, test, method, config, key["seed"], n_labels)
+            probs, predicted, chosen, validation = tune_and_test(
+                train, test, method, config, key["seed"], n_labels, trained
+            )
             seconds = time.perf_counter() - start
             labelled = test.labels.sum(-1) > 0
             subsets = {"all": torch.ones_like(labelled)} | ({} if bool(labelled.all()) else {"labelled": labelled})

@@ -105,7 +105,7 @@ def _plain(name: str) -> str:
 def synthetic_documents(
     counts: tuple[int, ...] | None,
     *,
-    mean_labels: float,
+    mean_labels: int,
     length: int,
     seed: int,
     n_samples: int = 5000,

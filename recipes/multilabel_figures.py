@@ -1,7 +1,6 @@
 """Figures and the written account of the controllable mappings, from the code and the results of ``multilabel.py``.
 
-    python recipes/multilabel_figures.py                        # rewrites model_cards/controllable_mappings.md
-    python recipes/multilabel_figures.py --figures FOLDER       # region plots and curves as PNG
+    python recipes/multilabel_figures.py        # rewrites model_cards/controllable_mappings.md and its figures
 
 Region plots: which scores ``(z_1, z_2)`` get a distribution with both entries, and which a one-hot one (figures 1 to 3 of
 Laha et al. 2018). Curves: F1 and Jensen-Shannon divergence on synthetic documents (figures 4 to 6).
@@ -225,6 +224,8 @@ def card(folder: Path) -> str:
         "`python recipes/multilabel_figures.py` from the code and from `recipes/results/multilabel/*.csv`.\n",
         "## Properties\n\n✓ holds, ✗ does not, ◐ holds under the condition named. `tests/ops/test_l18_properties.py` shows "
         "every ✓ on random scores and every ✗ by a counter-example.\n\n" + markdown_table(),
+        "The probability of the first of two scores; the lines bound the scores that keep both entries.\n\n"
+        "![region plots](figures/controllable_regions.png)\n",
         "## As attention\n\n" + options_table(),
     ]
     if mulan:
@@ -244,7 +245,10 @@ def card(folder: Path) -> str:
         parts.append(
             "## Synthetic documents\n\n5,000 documents by scikit-learn with a vocabulary of 10 and 10 topics; settings at "
             "which the means over seeds show what the paper's figures 4 to 6 are read as saying (differences in F1 up to "
-            "0.005 count as equal). Curves: `--figures`.\n\n" + claims_table(synthetic) + "\n" + provenance(synthetic)
+            "0.005 count as equal).\n\n![curves](figures/multilabel_synthetic.png)\n\n"
+            + claims_table(synthetic)
+            + "\n"
+            + provenance(synthetic)
         )
     if text:
         parts.append(
@@ -259,16 +263,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "recipes" / "results" / "multilabel")
     parser.add_argument("--card", type=Path, default=ROOT / "model_cards" / "controllable_mappings.md")
-    parser.add_argument("--figures", type=Path, default=None, help="also draw the figures into this folder")
+    parser.add_argument(
+        "--figures", type=Path, default=ROOT / "model_cards" / "figures", help="folder of the PNG files"
+    )
     options = parser.parse_args(arguments)
     options.card.parent.mkdir(parents=True, exist_ok=True)
     options.card.write_text(card(options.results), encoding="utf-8")
-    if options.figures is not None:
-        options.figures.mkdir(parents=True, exist_ok=True)
-        region_figure().savefig(options.figures / "regions.png", dpi=110)
-        synthetic = read(options.results, "synthetic")
-        if synthetic:
-            curves_figure(synthetic).savefig(options.figures / "synthetic.png", dpi=110)
+    options.figures.mkdir(parents=True, exist_ok=True)
+    region_figure().savefig(options.figures / "controllable_regions.png", dpi=90)
+    if synthetic := read(options.results, "synthetic"):
+        curves_figure(synthetic).savefig(options.figures / "multilabel_synthetic.png", dpi=90)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hf_entmax
 
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     "study",
     "dataset",
     "setting",

@@ -192,8 +192,8 @@ def test_smoke_writes_rows_that_the_card_can_read(tmp_path, monkeypatch):
     figures.main(["--results", str(tmp_path / "smoke"), "--card", "card.md", "--figures", "png"])
     card = (tmp_path / "card.md").read_text(encoding="utf-8")
     assert "| `sparsehourglass` | ✓ | ✓ |" in card and "## Synthetic documents" in card
-    assert (tmp_path / "png" / "regions.png").stat().st_size > 10_000
-    assert (tmp_path / "png" / "synthetic.png").stat().st_size > 10_000
+    assert (tmp_path / "png" / "controllable_regions.png").stat().st_size > 10_000
+    assert (tmp_path / "png" / "multilabel_synthetic.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
