@@ -65,7 +65,7 @@ def run(
         max_minutes=max_minutes,
         base_steps=base_steps,
         steps=steps,
-        batch_size=batch_size or (128 if small else 32),
-        questions=questions or (None if small else 200),
+        batch_size=(128 if small else 32) if batch_size is None else batch_size,
+        questions=(None if small else 200) if questions is None else questions,
     )
     return run_workflow(settings, console)

@@ -21,7 +21,7 @@ MAX_NEW_TOKENS = 32
 
 def small_bart(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGeneration:
     """A randomly initialised BART of 0.4 million parameters: 2 + 2 layers of 4 heads, width 96."""
-    pad, end = tokenizer.convert_tokens_to_ids(["<pad>", "</s>"])
+    pad, end = tokenizer.get_vocab()["<pad>"], tokenizer.get_vocab()["</s>"]
     config = BartConfig(
         vocab_size=len(tokenizer),
         d_model=96,

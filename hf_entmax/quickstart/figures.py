@@ -41,7 +41,9 @@ def write_figures(
     """
     before, after = statistics
     figures: dict[str, Figure] = {
-        "alpha_per_head": plots.head_importance(after.alphas, label="α (1 = softmax, 2 = sparsemax)"),
+        "alpha_per_head": plots.head_importance(
+            {site: alpha - 1 for site, alpha in after.alphas.items()}, label="α − 1"
+        ),
         "alpha_histograms": plots.alpha_histograms(after),
         "alpha_over_training": plots.alpha_trajectories(trajectory),
         "alpha_against_density": plots.alpha_against_density(after),
@@ -71,6 +73,6 @@ def _cross_attention(
         :MOST_MAPS
     ]
     return [
-        (f"layer {layer}, head {head}: α = {alphas[layer, head]:.2f}", found.weights[layer, head], rows, columns)
+        (f"{layer}.{head}  α {alphas[layer, head]:.2f}", found.weights[layer, head], rows, columns)
         for layer, head in heads
     ]

@@ -40,7 +40,7 @@ def check_reload(model: PreTrainedModel, model_dir: Path, probe: dict[str, Tenso
     logits = _logits(model.to("cpu").eval(), {name: tensor.cpu() for name, tensor in probe.items()})  # type: ignore[arg-type]
     model.to(device)  # type: ignore[arg-type]
     probe_file = model_dir.parent / "probe.safetensors"
-    save_file({**{name: tensor.cpu().contiguous() for name, tensor in probe.items()}, "logits": logits}, probe_file)
+    save_file({**{name: tensor.cpu().clone() for name, tensor in probe.items()}, "logits": logits}, probe_file)
     package_parent = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     environment = {

@@ -1,0 +1,140 @@
+"""The quickstart from end to end with a handful of steps; its accuracy is that of the full run, which is not a test."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForSeq2SeqLM
+
+import hf_entmax
+from hf_entmax.quickstart import run
+from hf_entmax.quickstart.reload import check_reload
+from hf_entmax.quickstart.stages import Pace
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    pytest.importorskip("matplotlib")
+    out = tmp_path_factory.mktemp("quickstart")
+    console = Console(file=io.StringIO(), width=200)
+    results = run(out, seed=5, base_steps=8, steps=4, questions=40, batch_size=32, console=console)
+    return out, results, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, _ = finished
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == json.loads(json.dumps(results))
+    for name in ("alpha_per_head", "density_by_site", "attention_maps", "alpha_over_training"):
+        assert (out / "figures" / f"{name}.png").stat().st_size > 5000
+    assert (out / "report.html").stat().st_size > 5000
+    assert {"README.md", "model.safetensors", "tokenizer.json"} <= {path.name for path in (out / "model").iterdir()}
+
+
+def test_saved_model_is_the_patched_one(finished: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, _ = finished
+    model = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
+    assert hf_entmax.is_patched(model)
+    assert hf_entmax.entmax_config(model).output_alpha == 1.5
+    for site, alpha in hf_entmax.alphas(model).items():
+        torch.testing.assert_close(torch.tensor(results["alpha"][site]), alpha)
+    assert not hf_entmax.is_patched(AutoModelForSeq2SeqLM.from_pretrained(out / "base"))
+
+
+def test_numbers_are_possible(finished: tuple[Path, dict[str, Any], str]) -> None:
+    _, results, _ = finished
+    assert results["reload"]["largest_difference_of_a_logit"] <= 1e-4
+    for model in ("before", "after"):
+        groups = results["accuracy"][model]
+        assert (
+            groups["regular"]["total"]
+            + groups["irregular"]["total"]
+            + groups["mixed"]["total"]
+            + groups["present"]["total"]
+            == 40
+        )
+        parts = [groups[name]["total"] for name in ("irregular_like_training", "irregular_unlike_training")]
+        assert groups["irregular"]["total"] == sum(parts)
+    density = torch.tensor(list(results["density"].values()))
+    assert density.shape == (3, 2, 4) and bool(((density > 0) & (density <= 1)).all()) and bool((density < 1).any())
+    assert 0 <= results["output"]["exhaustive"] <= results["output"]["optimal"] + 1e-9 <= 1 + 1e-9
+    assert results["output"]["support"] >= 1
+    assert any("dream" in question for question in results["output"]["hypotheses_of"])
+
+
+def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
+    _, _, printed = finished
+    for text in (
+        "regular verbs, all four forms",
+        "irregular verbs, past and participle",
+        "cross-attention",
+        "certified",
+        "in a fresh process",
+    ):
+        assert text in printed
+
+
+def test_a_given_model_takes_the_place_of_the_small_one(
+    finished: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
+    out, _, _ = finished
+    console = Console(file=io.StringIO())
+    results = run(tmp_path, str(out / "base"), output_alpha=None, seed=5, steps=2, questions=12, console=console)
+    assert results["settings"]["model"] == str(out / "base")
+    assert "output" not in results
+    assert not (tmp_path / "base").exists()
+    assert hf_entmax.entmax_config(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")).output_alpha is None
+
+
+def test_a_patched_model_is_refused(finished: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    out, _, _ = finished
+    with pytest.raises(ValueError, match="patched already"):
+        run(tmp_path, str(out / "model"), steps=1, questions=4, console=Console(file=io.StringIO()))
+
+
+def test_a_decoder_only_model_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_head=1, n_embd=8).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        run(tmp_path / "out", str(tmp_path / "gpt2"), console=Console(file=io.StringIO()))
+
+
+def test_a_model_that_differs_from_its_file_is_found_out(finished: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, _ = finished
+    model = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    ids = torch.tensor([[7, 8, 9, 1]])
+    with pytest.raises(RuntimeError, match="other logits"):
+        check_reload(model, out / "model", {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"base_steps": -1}, "base_steps"),
+        ({"max_minutes": 0.0}, "max_minutes"),
+        ({"output_alpha": 0.5}, "output_alpha"),
+        ({"questions": -3}, "questions"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **arguments)
+
+
+def test_pace_ends_by_steps_or_by_the_clock() -> None:
+    by_steps = Pace(steps=10, max_seconds=1e9)
+    assert by_steps.done(10) == 1.0 and by_steps.learning_rate(10) == 0.0
+    assert by_steps.learning_rate(1) == pytest.approx(1.0)
+    rates = [by_steps.learning_rate(step) for step in range(11)]
+    assert max(rates) <= 1.0 and min(rates) == 0.0 and rates[2:] == sorted(rates[2:], reverse=True)
+    by_clock = Pace(steps=10, max_seconds=1e-9)
+    assert by_clock.done(1) == 1.0 and by_clock.learning_rate(1) == 0.0
