@@ -135,6 +135,38 @@ def quickstart(
     run(out, model=model, output_alpha=output_alpha, seed=seed)
 
 
+@app.command()
+def bench(
+    preset: Annotated[str, typer.Option(help="quick, targets, grid or model.")] = "quick",
+    out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot; default: print only.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Rounds over all implementations.")] = 15,
+    implementation: Annotated[list[str] | None, typer.Option(help="Compare with this one only; repeatable.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="A sequence length of a grid of your own; repeatable.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="One alpha for that grid; default: learned, 1.3 to 2.")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal attention in that grid.")] = False,
+) -> None:
+    """Time attention implementations side by side, after checking that they are right."""
+    from hf_entmax.bench import run
+
+    options: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
+    run(
+        preset,
+        out=out,
+        device=device,
+        dtype=dtype,
+        repeats=repeats,
+        implementations=implementation,
+        lengths=length,
+        causal=causal,
+        report=lambda line: _console.print(line, highlight=False, markup=False),
+        **options,
+    )
+
+
 app.command("analyze")(analyze_command)
 
 

@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny_models as tiny
+import transformers as tf
+from typer.testing import CliRunner
+
+from hf_entmax import alphas, entmax_config, is_patched
+from hf_entmax.cli import app
+
+run = CliRunner().invoke
+
+
+def test_patch_writes_a_loadable_model(tmp_path):
+    tiny.build("bart").save_pretrained(tmp_path / "plain")
+    arguments = [
+        "--alpha-init",
+        "1.4",
+        "--site",
+        "cross",
+        "--site",
+        "decoder_self",
+        "--layer",
+        "1",
+        "--output-alpha",
+        "1.5",
+    ]
+    result = run(app, ["patch", str(tmp_path / "plain"), "--out", str(tmp_path / "sparse"), *arguments])
+    assert result.exit_code == 0, result.output
+    model = tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "sparse")
+    config = entmax_config(model)
+    assert (config.sites, config.layers, config.output_alpha) == (("cross", "decoder_self"), (1,), 1.5)
+    assert alphas(model)["cross"][1].tolist() == pytest.approx([1.4] * 4)
+
+
+def test_patch_with_a_fixed_alpha_and_a_class(tmp_path):
+    tiny.build("bert").save_pretrained(tmp_path / "plain")
+    arguments = ["--alpha", "2", "--auto-class", "AutoModelForSequenceClassification"]
+    result = run(app, ["patch", str(tmp_path / "plain"), "--out", str(tmp_path / "sparse"), *arguments])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "sparse/config.json").read_text())["entmax_config"]["alpha"] == 2.0
+    assert is_patched(tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "sparse"))
+
+
+def _command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hf_entmax.cli", *arguments], capture_output=True, text=True, timeout=240
+    )
+
+
+def test_mistakes_are_one_line(tmp_path):
+    tiny.build("gpt2").save_pretrained(tmp_path / "plain")
+    out = tmp_path / "sparse"
+    for arguments, word in (
+        (["--alpha", "lerned"], "lerned"),
+        (["--alpha", "0.3"], "alpha=0.3"),
+        (["--site", "cross"], "cross"),
+        (["--auto-class", "AutoModelForEverything"], "AutoModelForEverything"),
+    ):
+        result = _command("patch", str(tmp_path / "plain"), "--out", str(out), *arguments)
+        assert result.returncode == 2 and word in result.stdout and "Traceback" not in result.stdout + result.stderr
+        assert not out.exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    tiny.build("gpt2").save_pretrained(tmp_path / "plain")
+    before = (tmp_path / "plain/config.json").read_text()
+    result = run(app, ["patch", str(tmp_path / "plain"), "--out", str(tmp_path / "plain")])
+    assert isinstance(result.exception, ValueError) and "not empty" in str(result.exception)
+    assert (tmp_path / "plain/config.json").read_text() == before
+
+
+def test_doctor_tells_versions_and_backends():
+    result = run(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for word in ("transformers", "torch", "numba", "triton", "works"):
+        assert word in result.output
+
+
+def test_bench_prints_ratios():
+    result = run(app, ["bench", "--length", "32", "--repeats", "1", "--implementation", "eager_softmax"])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    assert "eager_softmax" in result.output and "ours_torch" in result.output
+
+
+def test_every_command_has_help():
+    result = run(app, ["--help"])
+    for command in ("quickstart", "patch", "analyze", "bench", "doctor"):
+        assert command in result.output
+        assert run(app, [command, "--help"]).exit_code == 0
