@@ -27,8 +27,9 @@ def training_steps(case: ModelCase, device: str, seed: int = 0) -> tuple[dict[st
     import hf_entmax
 
     torch.manual_seed(seed)
-    config: Any = BartConfig(
-        **{"attn_implementation": "sdpa"},
+    make_config: Any = BartConfig
+    config = make_config(
+        attn_implementation="sdpa",
         vocab_size=case.vocabulary,
         d_model=case.width,
         encoder_layers=case.layers,

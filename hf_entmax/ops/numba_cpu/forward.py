@@ -25,11 +25,11 @@ from .simd import (
     select,
     splat,
     store,
-    store_index,
     write_f32,
     write_i32,
     write_i64,
 )
+from .small_rows import BATCH_BYTES, belongs, collect, keep_lane, row_of_lane, solve_batch
 from .threshold import keep_support, solve_row
 from .tiles import PANEL, TILE_VECTORS, dots_of_rows, pack_panels, product, sum_rows
 
@@ -110,26 +110,59 @@ def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
 
 
 @njit(error_model="numpy")
-def _row_support(s, low, high, u, x, index, p, scratch, target):
-    """Solve one row and write its support to ``target``; returns its size.
+def _spread_nan(low, high, target):
+    """The support of a row with a NaN or +inf score: NaN in all its columns, as in dense arithmetic."""
+    n = high - low
+    for k in range(n):
+        write_i32(target + 4 * k, np.int32(low + k))
+        write_f32(target + 4 * (n + k), _f(np.nan))
+    return n
 
-    A row with a NaN or +inf score spreads NaN over all its columns, as dense arithmetic would.
-    """
-    top = row_maximum(s, low, high)
-    if math.isnan(top):
-        n = high - low
-        for k in range(0, n, LANES):
-            store_index(index + 4 * k, indices(low + k))
-        for k in range(n):
-            write_i32(target + 4 * k, np.int32(low + k))
-        for k in range(n):
-            write_f32(target + 4 * (n + k), top)
-        return n
-    if high <= low or top <= MASKED_BELOW:
-        return 0
-    n = candidates(s, low, high, top, u, x, index)
-    n = solve_row(x, index, p, scratch, n, u)
-    return keep_support(p, index, n, target)
+
+@njit(error_model="numpy")
+def _note_row(r, row, position, n):
+    """Remember where a row's support lies; returns the address after it."""
+    write_i64(r.row_address + 8 * row, position)
+    write_i32(r.row_size + 4 * row, np.int32(n))
+    return position + 4 * n * (3 if r.store_gradient != 0 else 2)
+
+
+@njit(error_model="numpy")
+def _solve_rows(r, b, h_kv, first, rows, first_row, limits, scores, origin, buffers, row_bytes, position):
+    """Solve the rows of a block and keep their support; returns the address after it and the number of entries."""
+    x, index, p, other = buffers, buffers + row_bytes, buffers + 2 * row_bytes, buffers + 3 * row_bytes
+    batch = buffers + 4 * row_bytes
+    total, waiting = 0, 0
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        low, high = read_i64(limits + 16 * t), read_i64(limits + 16 * t + 8)
+        s = scores + 4 * (r.span * t - origin)
+        n = 0
+        if high > low:
+            add_terms(r, s, b, h, i, low, high)
+            top = row_maximum(s, low, high)
+            if math.isnan(top):
+                n = _spread_nan(low, high, position)
+            elif top > MASKED_BELOW:
+                u = read_f64(r.alpha + 8 * h) - 1.0
+                n = candidates(s, low, high, top, u, x, index)
+                if belongs(n, u):
+                    collect(batch, waiting, x, index, n, u, first_row + t)
+                    waiting += 1
+                    n = -1
+                else:
+                    n = keep_support(p, index, solve_row(x, index, p, other, n, u), position)
+        if n >= 0:
+            position = _note_row(r, first_row + t, position, n)
+            total += n
+        if waiting == LANES or (waiting > 0 and t == rows - 1):
+            solve_batch(batch, waiting)
+            for lane in range(waiting):
+                n = keep_lane(batch, lane, position)
+                position = _note_row(r, row_of_lane(batch, lane), position, n)
+                total += n
+            waiting = 0
+    return position, total
 
 
 @njit(error_model="numpy")
@@ -222,10 +255,9 @@ def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
     first_row = (b * r.kv_heads + h_kv) * r.groups * r.queries + first
     q_pack = scratch
     limits = q_pack + 64 * r.depth_vectors * r.block_rows
-    row_bytes = 4 * (r.padded_keys + 2 * LANES)
+    row_bytes = 4 * (r.padded_keys + 4 * LANES)
     x = limits + 16 * r.block_rows
-    index, p, other = x + row_bytes, x + 2 * row_bytes, x + 3 * row_bytes
-    scores = x + 4 * row_bytes
+    scores = x + 4 * row_bytes + BATCH_BYTES
 
     low, high = column_range(r, b, h_kv, first, rows, limits)
     if r.direct == 0 and high > low and not (packed_low <= low and high <= packed_high):
@@ -245,19 +277,9 @@ def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
         packed_low, packed_high = wanted_low, wanted_high
     _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores)
 
-    start, total = position, 0
+    start = position
     origin = low // PANEL * PANEL
-    for t in range(rows):
-        h, i = place_row(r, h_kv, first + t)
-        row_low, row_high = read_i64(limits + 16 * t), read_i64(limits + 16 * t + 8)
-        s = scores + 4 * (r.span * t - origin)
-        if row_high > row_low:
-            add_terms(r, s, b, h, i, row_low, row_high)
-        n = _row_support(s, row_low, row_high, read_f64(r.alpha + 8 * h) - 1.0, x, index, p, other, position)
-        write_i64(r.row_address + 8 * (first_row + t), position)
-        write_i32(r.row_size + 4 * (first_row + t), np.int32(n))
-        position += 4 * n * (3 if r.store_gradient != 0 else 2)
-        total += n
+    position, total = _solve_rows(r, b, h_kv, first, rows, first_row, limits, scores, origin, x, row_bytes, position)
 
     if r.stacked == 0 and total > r.dense_above * rows * (high - low):
         _make_dense(r, rows, first_row, low, high, scores)

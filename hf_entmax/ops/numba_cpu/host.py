@@ -15,6 +15,8 @@ from . import runtime
 from .arguments import RECORD
 
 _LANES = 16
+# Scratch for rows that are solved sixteen at a time.
+_BATCH_BYTES = 16 * 1024
 # Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
 _SCORES_BYTES = 256 * 1024
 _MAX_BLOCK_ROWS = 64
@@ -243,7 +245,7 @@ class Call:
 
         depth, block_rows = 64 * int(r["depth_vectors"]), self.block_rows
         scratch_bytes = depth * (self.padded + block_rows) + 16 * block_rows
-        scratch_bytes += 16 * (self.padded + 2 * _LANES) + 4 * block_rows * self.span + 256
+        scratch_bytes += _BATCH_BYTES + 16 * (self.padded + 4 * _LANES) + 4 * block_rows * self.span + 256
         if r["direct"]:
             scratch_bytes -= depth * self.padded
         entry = 12 if store_gradient else 8

@@ -46,7 +46,7 @@ PADDING = _f(-1e30)
 _ROUGH_MARGIN = 5e-4
 _ROUGH_FLOOR = _f(1e-6)
 # Below this u the argument 1 + u (x - c) is too close to 1 to hold the digits of u (x - c).
-_SMALL_U = 0.25
+SMALL_U = 0.25
 
 
 @njit(forceinline=True, error_model="numpy")
@@ -209,7 +209,7 @@ def _solve_general(x, index, p, s, n, u):
     # alpha = 2 its second-order effect on the weights next to the threshold is larger, hence the second limit.
     small = 1.0 if u <= 0.55 else 3e-5
     for _ in range(24):
-        if u < _SMALL_U:
+        if u < SMALL_U:
             total, slopes = _accurate_sums_near_softmax(x, p, s, n, u, c)
         else:
             total, slopes = _accurate_sums(x, p, s, n, u, c)

@@ -159,7 +159,7 @@ def _transpose_stages(builder, vectors):
 
 
 @intrinsic
-def _transpose_block(typingctx, source, source_row, last_row, target, target_row):
+def transpose_block(typingctx, source, source_row, last_row, target, target_row):
     """Copy the 16 x 16 block at ``source`` transposed to ``target``; rows beyond ``last_row`` repeat it."""
 
     def codegen(context, builder, sig, args):
@@ -187,7 +187,7 @@ def pack_panels(source, source_row, start, stop, depth_vectors, target):
         base = target + (row // PANEL) * panel_bytes + 4 * (row % PANEL)
         last = min(LANES, stop - row) - 1
         for d in range(depth_vectors):
-            _transpose_block(source + row * source_row + 64 * d, source_row, last, base + 64 * d * PANEL, 4 * PANEL)
+            transpose_block(source + row * source_row + 64 * d, source_row, last, base + 64 * d * PANEL, 4 * PANEL)
 
 
 def _horizontal_sums(builder, vectors):
