@@ -342,6 +342,7 @@ def with_members(
         options: further keyword arguments of ``generate()``.
     """
     members: list[Member] = []
+    results: list[T] = []
     ends: list[tuple[list[int], int, list[Any]]] = []
 
     def next_member(
@@ -377,10 +378,27 @@ def with_members(
             )
         if len({member.input_ids.shape[0] for member in members}) > 1:
             raise ValueError("the models of an ensemble were given batches of different sizes.")
-        return body(Ensemble(members, ends[0][0], min(limit for _, limit, _ in ends), ends[0][2]))
+        results.append(body(Ensemble(members, ends[0][0], min(limit for _, limit, _ in ends), ends[0][2])))
+        return results[0]
 
     with _evaluating(models):
-        return prepare(0)
+        try:
+            returned = prepare(0)
+        except Exception as error:
+            if not results:
+                raise
+            raise _cannot_search(models) from error
+    if not results or returned is not results[0]:
+        raise _cannot_search(models)
+    return returned
+
+
+def _cannot_search(models: list[Any]) -> TypeError:
+    names = ", ".join(type(model).__name__ for model in models)
+    return TypeError(
+        f"generate() of {names} works on what its decoding loop returns, or runs another loop: it cannot be searched. "
+        "Models that use generate() of Transformers' GenerationMixin can."
+    )
 
 
 def constrained_to(

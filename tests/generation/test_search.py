@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import hf_entmax
-from hf_entmax.generation import beam_search, certified_beam_search, enumerate_hypotheses, exact_map
+from hf_entmax.generation import beam_search, certified_beam_search, enumerate_hypotheses, exact_map, force_decode
 from hf_entmax.ops import entmax
 
 VOCAB, PAD, BOS, EOS = 6, 0, 1, 2
@@ -199,7 +199,7 @@ def test_alpha_comes_from_the_model():
     assert beam_search(soft, batch, max_new_tokens=3) == beam_search(soft, batch, max_new_tokens=3, output_alpha=1.0)
 
 
-def test_one_beam_is_greedy_search_and_dropout_is_off():
+def test_one_beam_is_as_good_as_greedy_search_and_dropout_is_off():
     for family in FAMILIES:
         model = build(family, 5).train()
         batch, _ = batch_of(model, [4, 3], random.Random(4))
@@ -208,9 +208,10 @@ def test_one_beam_is_greedy_search_and_dropout_is_off():
         model.eval()
         greedy = model.generate(**batch, max_new_tokens=5, do_sample=False)
         new = greedy[:, 1 if model.config.is_encoder_decoder else batch["input_ids"].shape[1] :]
-        for result, row in zip(results, new.tolist(), strict=True):
-            end = row.index(EOS) + 1 if EOS in row else len(row)
-            assert row[:end] in result.sequences
+        rows = [row[: row.index(EOS) + 1] if EOS in row else row for row in new.tolist()]
+        for result, row, greedy in zip(results, rows, force_decode(model, batch, rows), strict=True):
+            # It goes on as greedy search does, and stops when nothing on its way can be better than what it has.
+            assert row in result.sequences or result.log_probabilities[0] >= greedy.log_probability
 
 
 def test_constraints_keep_to_their_input():
@@ -323,3 +324,28 @@ def test_ensembles_of_models_that_end_differently_are_refused():
     batch, _ = batch_of(a, [3], random.Random(0))
     with pytest.raises(ValueError, match="end their sequences alike"):
         beam_search([a, b], batch, max_new_tokens=2)
+
+
+def test_a_model_with_a_generate_of_its_own_is_refused():
+    class Tokens(tf.GPT2LMHeadModel):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)["sequences"]
+
+    class Deaf(tf.GPT2LMHeadModel):
+        def generate(self, *args, custom_generate=None, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    batch, _ = batch_of(build("gpt2", 0), [3], random.Random(0))
+    for kind in (Tokens, Deaf):
+        model = kind(tf.GPT2Config(**_IDS, n_embd=16, n_layer=1, n_head=2)).eval()
+        with pytest.raises(TypeError, match=f"generate.. of {kind.__name__}"):
+            beam_search(model, batch, max_new_tokens=2)
+
+
+def test_adapters_do_not_change_the_search():
+    peft = pytest.importorskip("peft")
+    model = hf_entmax.patch_model(build("llama", 2).float(), alpha=1.5, output_alpha=1.5)
+    batch, _ = batch_of(model, [4, 2], random.Random(1))
+    plain = [result.sequences for result in beam_search(model, batch, max_new_tokens=3)]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert [result.sequences for result in beam_search(wrapped, batch, max_new_tokens=3)] == plain
