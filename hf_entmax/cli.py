@@ -162,7 +162,7 @@ def bench(
         implementations=implementation,
         lengths=length,
         causal=causal,
-        report=lambda line: _console.print(line, highlight=False, markup=False),
+        report=lambda line: _console.print(line, highlight=False, markup=False, soft_wrap=True),
         **options,
     )
 

@@ -82,7 +82,7 @@ def test_doctor_tells_versions_and_backends():
 def test_bench_prints_ratios():
     result = run(app, ["bench", "--length", "32", "--repeats", "1", "--implementation", "eager_softmax"])
     assert result.exit_code == 0, result.output + str(result.exception)
-    assert "eager_softmax" in result.output and "ours_torch" in result.output
+    assert "eager_softmax" in result.output and "ours_numba" in result.output
 
 
 def test_every_command_has_help():
