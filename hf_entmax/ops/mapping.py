@@ -2,7 +2,7 @@ r"""alpha-entmax, sparsemax and 1.5-entmax: functions, autograd Functions and mo
 
 The layers of this file, from the inside out: `hf_entmax.ops.solve` finds probabilities, `hf_entmax.ops.gradients` pulls
 gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. For rows as long as a
-vocabulary, where almost all entries are certainly zero, see `hf_entmax.ops.candidates.entmax_candidates`.
+vocabulary, where almost all entries are certainly zero, see `hf_entmax.ops.candidates.solve_rows`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class EntmaxFunction(torch.autograd.Function):
         """Keep the probabilities; nothing else of the size of the scores is needed."""
         _, u = inputs
         ctx.u = None if isinstance(u, Tensor) else u
-        saved = (output, u) if isinstance(u, Tensor) else (output,)
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.save_for_backward(*((output, u) if isinstance(u, Tensor) else (output,)))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
