@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .context import ALIGNMENT_STEPS, SiteContext
+from .context import ALIGNMENT_STEPS, RoleTargets, SiteContext
 from .metrics.diversity import divergence_sums
 from .metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
 from .metrics.masks import keep_pairs
@@ -48,10 +48,10 @@ def sum_shapes(site: str, rows: int, heads: int, options: SumOptions) -> dict[st
     shapes: dict[str, tuple[int, ...]] = {}
     distances = 2 * options.max_distance + 3
     if "sparsity" in options.groups:
-        shapes |= {name: (rows,) for name in ("pairs", "queries", "sentences")}
-        shapes |= {
-            name: (rows, heads) for name in ("support", "entropy", "largest", "sentence_density", "sentence_density_sq")
-        }
+        shapes |= dict.fromkeys(("pairs", "queries", "sentences"), (rows,))
+        shapes |= dict.fromkeys(
+            ("support", "entropy", "largest", "sentence_density", "sentence_density_sq"), (rows, heads)
+        )
         shapes["density_histogram"] = (rows, heads, DENSITY_BINS)
     if "diversity" in options.groups:
         shapes |= {"divergence": (rows,), "divergence_queries": (rows,)}
@@ -142,14 +142,13 @@ class SiteSums:
         groups = self.options.groups
         weights = keep_pairs(weights, context.pairs)
         densities = None
-        head_entropy = None
         if "sparsity" in groups or "diversity" in groups:
             head_entropy = entropy_sums(weights)
-        if "sparsity" in groups:
-            densities = self._sparsity(row, weights, context, head_entropy)
-        if "diversity" in groups:
-            self._add("divergence", row, divergence_sums(weights, head_entropy).sum())
-            self._add("divergence_queries", row, context.query_counts.sum())
+            if "sparsity" in groups:
+                densities = self._sparsity(row, weights, context, head_entropy)
+            if "diversity" in groups:
+                self._add("divergence", row, divergence_sums(weights, head_entropy).sum())
+                self._add("divergence_queries", row, context.query_counts.sum())
         if "position" in groups:
             self._position(row, weights, context)
         if "roles" in groups and context.roles is not None:
@@ -160,13 +159,15 @@ class SiteSums:
             self._add("merging_single", row, single.sum(0))
             self._add("words_several", row, num_several.sum())
             self._add("words_single", row, num_single.sum())
-        if "dependency" in groups and context.dependency is not None:
-            self._dependency(row, weights, context)
-        if "alignment" in groups and context.alignment is not None:
-            self._alignment(row, weights, context)
+        if "dependency" in groups and context.dependency is not None and context.dependency_roles is not None:
+            self._dependency(row, weights, context.dependency)
+            self._roles("dependency_role", row, weights, context.dependency_roles)
+        if "alignment" in groups and context.alignment is not None and context.alignment_roles is not None:
+            self._alignment(row, weights, context.alignment)
+            self._roles("alignment_role", row, weights, context.alignment_roles)
         return densities
 
-    def _sparsity(self, row: int, weights: Tensor, context: SiteContext, head_entropy: Tensor | None) -> Tensor:
+    def _sparsity(self, row: int, weights: Tensor, context: SiteContext, head_entropy: Tensor) -> Tensor:
         counts = support_counts(weights, self.options.density_threshold)
         has_pairs = context.pair_counts > 0
         densities = counts / context.pair_counts.clamp(min=1.0).unsqueeze(-1)
@@ -174,7 +175,6 @@ class SiteSums:
         self._add("pairs", row, context.pair_counts.sum())
         self._add("queries", row, context.query_counts.sum())
         self._add("sentences", row, has_pairs.sum())
-        assert head_entropy is not None
         self._add("entropy", row, head_entropy.sum(0))
         self._add("largest", row, weights.amax(dim=-1).double().sum(dim=(0, 2)))
         counted = densities[has_pairs]
@@ -222,14 +222,13 @@ class SiteSums:
         self._add("argmax_queries", row, torch.stack(counts, -1))
         self._add("confidence_histogram", row, torch.stack(histograms, 1))
 
-    def _roles(self, prefix: str, row: int, weights: Tensor, roles) -> None:
+    def _roles(self, prefix: str, row: int, weights: Tensor, roles: RoleTargets) -> None:
         self._add(f"{prefix}_mass", row, roles.mass(weights))
         self._add(f"{prefix}_queries", row, roles.queries)
         self._add(f"{prefix}_chance", row, roles.chance)
 
-    def _dependency(self, row: int, weights: Tensor, context: SiteContext) -> None:
-        assert context.dependency is not None and context.dependency_roles is not None
-        words, heads, relations = context.dependency
+    def _dependency(self, row: int, weights: Tensor, gold: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        words, heads, relations = gold
         num_words = heads.shape[1]
         attention = word_attention(weights, words, words, num_words, num_words)
         steps = torch.arange(num_words, device=heads.device)
@@ -237,14 +236,10 @@ class SiteSums:
         # A head word whose tokens were cut off cannot be found.
         head_present = present.gather(1, heads.clamp(min=0)) & (heads >= 0)
         heads = heads.masked_fill(~(present & head_present), -1)
-        relation_hits = []
-        for direction in DIRECTIONS:
-            hits, counted = dependency_hits(attention, heads, direction)
-            relation_hits.append(_by_relation(hits, relations, self.options.num_relations))
-            if direction == "to_head":
-                total = hits.double().sum(dim=(0, 2))
-            else:
-                self._add("dependency_hits", row, torch.stack([total, hits.double().sum(dim=(0, 2))], -1))
+        counted = heads >= 0
+        hits = [dependency_hits(attention, heads, direction)[0] for direction in DIRECTIONS]
+        relation_hits = [_by_relation(found, relations, self.options.num_relations) for found in hits]
+        self._add("dependency_hits", row, torch.stack([found.double().sum(dim=(0, 2)) for found in hits], -1))
         self._add("dependency_words", row, counted.double().sum())
         self._add("relation_hits", row, torch.stack(relation_hits, 1))
         self._add("relation_words", row, _by_relation(counted.unsqueeze(1), relations, self.options.num_relations)[0])
@@ -256,11 +251,9 @@ class SiteSums:
             row,
             histogram.index_add_(0, offsets[counted], torch.ones_like(offsets[counted]).double()),
         )
-        self._roles("dependency_role", row, weights, context.dependency_roles)
 
-    def _alignment(self, row: int, weights: Tensor, context: SiteContext) -> None:
-        assert context.alignment is not None and context.alignment_roles is not None
-        steps, source, sure, possible = context.alignment
+    def _alignment(self, row: int, weights: Tensor, gold: tuple[dict[str, Tensor], Tensor, Tensor, Tensor]) -> None:
+        steps, source, sure, possible = gold
         cells: list[list[tuple[Tensor, ...]]] = []
         num_sure = []
         for step in ALIGNMENT_STEPS:
@@ -276,7 +269,6 @@ class SiteSums:
             table = torch.stack([torch.stack([cell[place] for cell in per_method], -1) for per_method in cells], 1)
             self._add(name, row, table)
         self._add("sure", row, torch.stack(num_sure))
-        self._roles("alignment_role", row, weights, context.alignment_roles)
 
 
 def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> Tensor:

@@ -179,7 +179,7 @@ class _Run:
     ) -> None:
         self.model, self.tokenizer, self.name, self.accelerator = model, tokenizer, name, accelerator
         self.warn, self.batch_size, self.max_length, self.progress = warn, batch_size, max_length, progress
-        self.options = {
+        self.options: dict[str, Any] = {
             "tokenizer": tokenizer,
             "accelerator": accelerator,
             "interrogatives": INTERROGATIVE_WORDS[language],
@@ -252,7 +252,7 @@ class _Run:
     ) -> None:
         encoder = self.encoder()
         try:
-            options = self.options | {"name": f"{self.name} ({what})"}
+            options: dict[str, Any] = self.options | {"name": f"{self.name} ({what})"}
             total = -(-count // self.batch_size)
             found = collect(self.model, batches(encoder), groups=(group,), sites=sites, total=total, **options)
         except (AnalysisError, ValueError) as error:

@@ -84,14 +84,15 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     pad = pad_token_id(model)
 
     if main == "input_ids":
-        info.input_ids = tensors["input_ids"]
-        check_vocabulary(model, info.input_ids)
-        check_length(model, info.input_ids.shape[1])
-        info.mask = _given_mask(tensors, "attention_mask")
-        if info.mask is None:
-            info.mask = _without_outer_padding(info.input_ids, pad, model)
-            if not bool(info.mask.all()):
-                tensors["attention_mask"] = info.mask.long()
+        ids: Tensor = tensors["input_ids"]
+        check_vocabulary(model, ids)
+        check_length(model, ids.shape[1])
+        mask = _given_mask(tensors, "attention_mask")
+        if mask is None:
+            mask = _without_outer_padding(ids, pad, model)
+            if not bool(mask.all()):
+                tensors["attention_mask"] = mask.long()
+        info.input_ids, info.mask = ids, mask
     elif main == "inputs_embeds":
         info.mask = _given_mask(tensors, "attention_mask")
     if is_encoder_decoder(model):

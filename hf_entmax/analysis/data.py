@@ -91,17 +91,9 @@ def _read_file(path: Path, source: str | None, target: str | None) -> Iterator[T
 
 
 def _read_columns(path: Path, delimiter: str, source: str | None, target: str | None) -> Iterator[TextRecord]:
-    lines = numbered_lines(path)
-    number = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal number
-        for number, line in lines:
-            yield line + "\n"
-
     # Quotation marks of a TSV file are text.
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    reader = csv.reader(texts(), delimiter=delimiter, quoting=quoting)
+    reader = csv.reader((line + "\n" for _, line in numbered_lines(path)), delimiter=delimiter, quoting=quoting)
     first = next(reader, None)
     if first is None:
         return
@@ -115,7 +107,7 @@ def _read_columns(path: Path, delimiter: str, source: str | None, target: str | 
             continue
         if len(row) <= max(place for place in places if place is not None):
             raise ValueError(
-                f"{path}:{number}: {len(row)} column(s), expected at least {max(p for p in places if p is not None) + 1}."
+                f"{path}:{reader.line_num}: {len(row)} column(s), expected at least {max(p for p in places if p is not None) + 1}."
             )
         yield TextRecord(row[places[0]].strip(), None if places[1] is None else row[places[1]].strip())
 

@@ -15,7 +15,6 @@ from hf_entmax.integration.observe import observe_attention
 from .batches import evaluation_mode, prepare_batch
 from .words import TokenTable, token_table, word_ids
 
-
 _FEWEST_TOKENS = 7
 
 

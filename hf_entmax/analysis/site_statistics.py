@@ -62,7 +62,7 @@ class SiteStatistics:
 
     @property
     def head_exists(self) -> Tensor:
-        """bool [layers, heads]; False where a layer has fewer heads than the widest."""
+        """Bool [layers, heads]; False where a layer has fewer heads than the widest."""
         counts = torch.tensor([layer.num_heads for layer in self.layers]).unsqueeze(-1)
         return torch.arange(self.num_heads) < counts
 

@@ -82,7 +82,8 @@ def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Fin
         diversity = float(mine.head_diversity().nanmean()), float(other.head_diversity().nanmean())
         if any(map(math.isnan, density)):
             continue
-        text = f"{_SITE_PHRASES.get(site, site)}: {first.name} keeps {percent(density[0])} of the possible weights, {second.name} {percent(density[1])}"
+        text = f"{_SITE_PHRASES.get(site, site)}: {first.name} keeps {percent(density[0])} of the possible weights, "
+        text += f"{second.name} {percent(density[1])}"
         if not any(map(math.isnan, diversity)):
             text += f"; the heads of a layer differ by {diversity[0]:.2f} against {diversity[1]:.2f} (JS, units of log heads)"
         findings.append(Finding(f"{_SHORT.get(site, site)} compared", text + "."))
@@ -90,7 +91,8 @@ def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Fin
     findings.append(
         Finding(
             "roles compared",
-            f"{counts[0]} of {first.num_heads} heads of {first.name} have a clear role, {counts[1]} of {second.num_heads} of {second.name}.",
+            f"{counts[0]} of {first.num_heads} heads of {first.name} have a clear role, "
+            f"{counts[1]} of {second.num_heads} of {second.name}.",
         )
     )
     return findings
@@ -119,7 +121,8 @@ def _sparsity(statistics: AttentionStatistics) -> Finding | None:
     text += f"; a query looks at {sum(support) / len(support):.1f} keys on average."
     low, high = min(flat), max(flat)
     if high[0] - low[0] > 0.02:
-        text += f" The sparsest head, {head_name(*low[1])}, keeps {percent(low[0])}, the densest, {head_name(*high[1])}, {percent(high[0])}."
+        text += f" The sparsest head, {head_name(*low[1])}, keeps {percent(low[0])}, "
+        text += f"the densest, {head_name(*high[1])}, {percent(high[0])}."
         return Finding("sparsity", text, (low[1], high[1]))
     return Finding("sparsity", text)
 
@@ -158,7 +161,8 @@ def _positions(statistics: AttentionStatistics) -> list[Finding]:
         median = float(torch.tensor([confidence for confidence, _ in heads]).quantile(0.5))
         verb = "looks" if len(heads) == 1 else "look"
         confidence = f"{percent(median)} confidence" + (" (median)" if len(heads) > 1 else "")
-        text = f"{len(heads)} of {total} self-attention heads {verb} at {where} with {confidence}; the surest is {head_name(*heads[0][1])} at {percent(heads[0][0])}."
+        text = f"{len(heads)} of {total} self-attention heads {verb} at {where} with {confidence}; "
+        text += f"the surest is {head_name(*heads[0][1])} at {percent(heads[0][0])}."
         findings.append(Finding("position", text, tuple(name for _, name in heads)))
     return findings
 
@@ -205,7 +209,8 @@ def _dependency(statistics: AttentionStatistics) -> Finding | None:
     offset, baseline = statistics.sites[where[0]].dependency_baseline()
     text = f"{head_name(*where)} finds the syntactic head of {percent(best)} of the words"
     if not math.isnan(baseline):
-        text += f" (always looking {abs(offset)} word{'s' if abs(offset) != 1 else ''} {'back' if offset < 0 else 'ahead'}: {percent(baseline)})"
+        words = f"{abs(offset)} word{'s' if abs(offset) != 1 else ''} {'back' if offset < 0 else 'ahead'}"
+        text += f" (always looking {words}: {percent(baseline)})"
     return Finding("syntax", text + ".", (where,))
 
 

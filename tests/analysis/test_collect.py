@@ -29,7 +29,15 @@ ROOT = Path(__file__).parents[2]
 
 def t5(patched: bool = False, **options):
     torch.manual_seed(1)
-    sizes = {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    sizes = {
+        "vocab_size": 40,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
     model = T5ForConditionalGeneration(T5Config(**(sizes | options)))
     for name, parameter in model.named_parameters():
         if name.endswith(("q.weight", "k.weight")):
@@ -44,7 +52,13 @@ def gpt2():
 
 def bert(**options):
     torch.manual_seed(3)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 40,
+    }
     return BertForMaskedLM(BertConfig(**(sizes | {"max_position_embeddings": 16} | options))).eval()
 
 
@@ -64,7 +78,9 @@ def batches(pairs, size: int, side: str = "right", targets: bool = True):
 
         def pad(rows, value):
             longest = max(map(len, rows))
-            return torch.tensor([[value] * (longest - len(r)) + r if side == "left" else r + [value] * (longest - len(r)) for r in rows])
+            return torch.tensor(
+                [[value] * (longest - len(r)) + r if side == "left" else r + [value] * (longest - len(r)) for r in rows]
+            )
 
         ids = [source for source, _ in chunk]
         batch = {"input_ids": pad(ids, 0), "attention_mask": pad([[1] * len(row) for row in ids], 0)}
@@ -89,7 +105,9 @@ def same(first: AttentionStatistics, second: AttentionStatistics, tolerance: flo
             if key.endswith("histogram"):  # a value on the edge of a bin may fall to either side
                 torch.testing.assert_close(one[key].sum(-1), two[key].sum(-1), rtol=0, atol=0)
                 continue
-            torch.testing.assert_close(one[key], two[key], rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                one[key], two[key], rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+            )
     assert first.num_sentences == second.num_sentences and first.num_tokens == second.num_tokens
 
 
@@ -112,7 +130,17 @@ def test_equal_to_metrics_on_all_weights(patched):
         assert measured.num_layers == len(layers) == 2
         for layer, weights in enumerate(layers):
 
-            def check(actual, function, *options, weights=weights, keys=keys, queries=queries, causal=causal, layer=layer, **named):
+            def check(
+                actual,
+                function,
+                *options,
+                weights=weights,
+                keys=keys,
+                queries=queries,
+                causal=causal,
+                layer=layer,
+                **named,
+            ):
                 expected = function(weights, keys, *options, query_mask=queries, causal=causal, **named).double()
                 torch.testing.assert_close(actual[layer], expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -163,7 +191,9 @@ def test_causal_pairs_are_a_triangle():
 
 
 def test_one_token_sentences():
-    statistics = collect(gpt2(), [{"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)}])
+    statistics = collect(
+        gpt2(), [{"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)}]
+    )
     assert statistics.density["decoder_self"].tolist() == [[1.0, 1.0]] * 2
     assert statistics.positional_confidence(-1)["decoder_self"].isnan().all()
 
@@ -184,7 +214,13 @@ def test_missing_masks_are_derived():
 
 def test_shared_layers_are_told_apart():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    sizes = {
+        "hidden_size": 16,
+        "embedding_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 40,
+    }
     model = AlbertForMaskedLM(AlbertConfig(num_hidden_layers=3, **sizes)).eval()
     batch = next(iter(batches(sentences(4), 4, targets=False)))
     statistics = collect(model, [batch, batch])
@@ -222,7 +258,9 @@ def test_word_statistics_against_metrics():
         torch.testing.assert_close(site.subword_merging(pieces)[1], expected, rtol=1e-5, atol=1e-6)
     asks, mark = torch.zeros_like(words, dtype=torch.bool), torch.zeros_like(words, dtype=torch.bool)
     asks[1, 1] = mark[1, 6] = True
-    torch.testing.assert_close(site.interrogation()[1], metrics.interrogation(weights, asks, mark).double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        site.interrogation()[1], metrics.interrogation(weights, asks, mark).double(), rtol=1e-5, atol=1e-6
+    )
     special = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
     expected = metrics.sink_mass(weights, special, batch["attention_mask"].bool()).double()
     torch.testing.assert_close(site.sink_mass("special")[1], expected, rtol=1e-5, atol=1e-6)
@@ -373,7 +411,9 @@ TWO_PROCESSES = """
 
 def test_two_processes_agree_with_one(tmp_path):
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(TWO_PROCESSES).format(paths=[str(ROOT), str(Path(__file__).parent)], out=tmp_path))
+    script.write_text(
+        textwrap.dedent(TWO_PROCESSES).format(paths=[str(ROOT), str(Path(__file__).parent)], out=tmp_path)
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613", str(script)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -32,7 +32,9 @@ def total_loss(model, batches):
         logits = out.logits
         if not model.config.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = loss + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
         count += int((labels != -100).sum())
     return loss, count
 
@@ -55,7 +57,11 @@ def test_masking_equals_silencing_the_projection(kind, patched):
     importance = head_importance(model, data, method="masking")
     with torch.no_grad():
         intact, count = total_loss(model, data)
-        for site, layer, head in (("decoder_self", 0, 1), ("decoder_self", 1, 0), *([("cross", 1, 3), ("encoder_self", 0, 2)] if kind == "t5" else [])):
+        for site, layer, head in (
+            ("decoder_self", 0, 1),
+            ("decoder_self", 1, 0),
+            *([("cross", 1, 3), ("encoder_self", 0, 2)] if kind == "t5" else []),
+        ):
             other = build()
             silence(other, site, layer, head)
             expected = float(total_loss(other, data)[0] - intact) / count
@@ -75,7 +81,7 @@ def test_gradient_equals_finite_differences():
             losses = []
             for sign in (1, -1):
 
-                def gate(at, call, sign=sign):
+                def gate(at, call, sign=sign, site=site, layer=layer, head=head):
                     if (at.site, at.layer) != (site, layer):
                         return None
                     factor = torch.ones(1, 1, at.num_heads, 1)

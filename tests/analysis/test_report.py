@@ -121,11 +121,21 @@ def large_statistics(layers: int = 12, heads: int = 12, length: int = 40) -> Att
         return value[:1, :1].expand(copies).clone() if value.shape[1] == 2 else value[:1].expand(copies).clone()
 
     infos = [LayerInfo(f"layer.{place}", place, heads) for place in range(layers)]
-    small.sites["encoder_self"] = SiteStatistics("encoder_self", infos, {k: grow(v) for k, v in site.sums.items()}, site.max_distance)
+    small.sites["encoder_self"] = SiteStatistics(
+        "encoder_self", infos, {k: grow(v) for k, v in site.sums.items()}, site.max_distance
+    )
     small.extremes = {}
     tokens = [Token(f"token{place}") for place in range(length)]
     small.examples = [
-        Example("text " * length, "", {"encoder_self": SiteExample(tokens, tokens, torch.rand(layers, heads, length, length, generator=generator))})
+        Example(
+            "text " * length,
+            "",
+            {
+                "encoder_self": SiteExample(
+                    tokens, tokens, torch.rand(layers, heads, length, length, generator=generator)
+                )
+            },
+        )
         for _ in range(60)
     ]
     return small
@@ -148,7 +158,9 @@ def test_without_matplotlib(models, tmp_path, monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest)
+    )
     page = write_report(models[0], tmp_path).read_text()
     assert "matplotlib is not installed" in page and "<figure" not in page
 
@@ -203,11 +215,17 @@ def test_head_and_sentence_show_only_nonzero_arcs(models, folder, browser):
                 f'[data-cell="{site}/{layer}/{head}"]',
                 str(place),
             )
-            assert browser.execute_script("return document.querySelectorAll('.stage .arc').length") == int((weights != 0).sum())
+            assert browser.execute_script("return document.querySelectorAll('.stage .arc').length") == int(
+                (weights != 0).sum()
+            )
             browser.execute_script("document.querySelector('[data-view=matrix]').click()")
-            assert browser.execute_script("return document.querySelectorAll('.stage rect.weight').length") == int((weights != 0).sum())
+            assert browser.execute_script("return document.querySelectorAll('.stage rect.weight').length") == int(
+                (weights != 0).sum()
+            )
             browser.execute_script("document.querySelector('[data-view=arcs]').click()")
-    assert f"layer {layer}, head {head}" in browser.execute_script("return document.querySelector('.viewer h3').textContent")
+    assert f"layer {layer}, head {head}" in browser.execute_script(
+        "return document.querySelector('.viewer h3').textContent"
+    )
     assert errors(browser) == []
 
 
@@ -216,7 +234,9 @@ def test_token_focus_and_threshold(models, folder, browser):
     weights = models[0].examples[0].sites["encoder_self"].weights[0, 1]
     browser.execute_script("document.querySelector('[data-cell=\"encoder_self/0/1\"]').click()")
     browser.execute_script("document.querySelectorAll('.stage .token')[1].dispatchEvent(new Event('mouseenter'))")
-    assert browser.execute_script("return document.querySelectorAll('.stage .arc.out').length") == int((weights[1] != 0).sum())
+    assert browser.execute_script("return document.querySelectorAll('.stage .arc.out').length") == int(
+        (weights[1] != 0).sum()
+    )
     browser.execute_script(
         "const s = document.querySelector('input[type=range]'); s.value = 30; s.dispatchEvent(new Event('input'))"
     )
@@ -248,11 +268,16 @@ def test_table_sorts_and_filters(folder, browser):
     browser.execute_script(click)
     assert numbers() == sorted(descending)
     assert browser.execute_script("return document.querySelector('#headtable th[aria-sort]').textContent") == "Density"
-    browser.execute_script("const f = document.getElementById('filter'); f.value = 'cross 1.'; f.dispatchEvent(new Event('input'))")
+    browser.execute_script(
+        "const f = document.getElementById('filter'); f.value = 'cross 1.'; f.dispatchEvent(new Event('input'))"
+    )
     assert sorted(column(browser, "Head")) == [f"cross 1.{head}" for head in range(4)]
     browser.execute_script("document.querySelector('#headtable tbody tr').click()")
     chosen = column(browser, "Head")[0].split()[1].replace(".", ", head ")
-    assert browser.execute_script("return document.querySelector('.viewer h3').textContent") == f"Cross-attention, layer {chosen}"
+    assert (
+        browser.execute_script("return document.querySelector('.viewer h3').textContent")
+        == f"Cross-attention, layer {chosen}"
+    )
     assert errors(browser) == []
 
 
@@ -262,14 +287,20 @@ def test_two_models_side_by_side(folder, browser):
     browser.execute_script("document.querySelector('[data-cell=\"cross/1/1\"]').click()")
     titles = browser.execute_script("return [...document.querySelectorAll('.viewer h3')].map((h) => h.textContent)")
     assert titles == ["Cross-attention, layer 1, head 1"] * 2
-    arcs = browser.execute_script("return [...document.querySelectorAll('.stage')].map((s) => s.querySelectorAll('.arc').length)")
+    arcs = browser.execute_script(
+        "return [...document.querySelectorAll('.stage')].map((s) => s.querySelectorAll('.arc').length)"
+    )
     assert arcs[0] < arcs[1]  # entmax draws fewer than softmax
-    browser.execute_script("document.getElementById('linked').click(); document.querySelector('[data-cell=\"cross/0/0\"]').click()")
+    browser.execute_script(
+        "document.getElementById('linked').click(); document.querySelector('[data-cell=\"cross/0/0\"]').click()"
+    )
     titles = browser.execute_script("return [...document.querySelectorAll('.viewer h3')].map((h) => h.textContent)")
     assert titles == ["Cross-attention, layer 0, head 0", "Cross-attention, layer 1, head 1"]
     assert browser.execute_script("return document.querySelectorAll('#comparetable tbody tr').length") >= 15
     assert "learned <b>&" in browser.execute_script("return document.querySelector('#comparetable thead').textContent")
-    for metric in browser.execute_script("return [...document.querySelectorAll('[data-metric]')].map((b) => b.dataset.metric)"):
+    for metric in browser.execute_script(
+        "return [...document.querySelectorAll('[data-metric]')].map((b) => b.dataset.metric)"
+    ):
         browser.execute_script(f"document.querySelector('[data-metric={metric}]').click()")
     browser.execute_script("document.getElementById('theme').click()")
     assert browser.execute_script("return document.documentElement.dataset.theme") in ("light", "dark")
@@ -280,6 +311,8 @@ def test_two_models_side_by_side(folder, browser):
 def test_page_does_not_scroll_sideways(folder, browser, width):
     browser.set_window_size(width, 900)
     open_page(browser, folder / "one" / "report.html")
-    wide, seen = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    wide, seen = browser.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
     browser.set_window_size(1280, 1000)
     assert wide <= seen

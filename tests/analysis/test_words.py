@@ -50,7 +50,10 @@ def test_tables_agree_with_the_tokenizers_own_word_ids(kind):
     numbers = word_ids(token_table(tokenizer), ids, mask)
     for row, text in enumerate(texts):
         own = tokenizer(text).word_ids(0)
-        assert partition(numbers[row].tolist()) == partition(own), (text, tokenizer.convert_ids_to_tokens(ids[row].tolist()))
+        assert partition(numbers[row].tolist()) == partition(own), (
+            text,
+            tokenizer.convert_ids_to_tokens(ids[row].tolist()),
+        )
         assert (numbers[row][~mask[row]] == -1).all()
 
 

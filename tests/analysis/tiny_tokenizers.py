@@ -23,7 +23,9 @@ def metaspace(texts=TEXTS, size: int = 60, pre_tokenizer: bool = True) -> PreTra
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     specials = ["<pad>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=size, special_tokens=specials, unk_token="<unk>"))
+    tokenizer.train_from_iterator(
+        texts, trainers.UnigramTrainer(vocab_size=size, special_tokens=specials, unk_token="<unk>")
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     if not pre_tokenizer:
         from tokenizers import normalizers
@@ -35,13 +37,41 @@ def metaspace(texts=TEXTS, size: int = 60, pre_tokenizer: bool = True) -> PreTra
 
 def wordpiece(vocabulary: list[str] | None = None) -> PreTrainedTokenizerFast:
     """BERT-like."""
-    words = vocabulary or "the un ##happi ##ness of walk ##ers ##er ##s ##ing dog who what is happen some ##thing ? . , bark ##ly happi".split()
+    words = vocabulary or [
+        "the",
+        "un",
+        "##happi",
+        "##ness",
+        "of",
+        "walk",
+        "##ers",
+        "##er",
+        "##s",
+        "##ing",
+        "dog",
+        "who",
+        "what",
+        "is",
+        "happen",
+        "some",
+        "##thing",
+        "?",
+        ".",
+        ",",
+        "bark",
+        "##ly",
+        "happi",
+    ]
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     tokenizer = Tokenizer(models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return wrap(tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return wrap(
+        tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]"
+    )
 
 
 def byte_level(texts=TEXTS) -> PreTrainedTokenizerFast:
@@ -50,7 +80,9 @@ def byte_level(texts=TEXTS) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    )
     return wrap(tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 

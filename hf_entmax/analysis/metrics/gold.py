@@ -113,10 +113,10 @@ def alignment_links(attention: Tensor, method: AlignmentMethod = "argmax", thres
         raise ValueError(f"method is {method!r}; allowed are {', '.join(map(repr, ALIGNMENT_METHODS))}.")
     if (method == "threshold") != (threshold is not None):
         raise ValueError("threshold must be given for method='threshold' and for no other.")
+    if threshold is not None:
+        return attention > threshold
     if method == "support":
         return attention > 0
-    if method == "threshold":
-        return attention > threshold
     if attention.shape[-1] == 0:
         return torch.zeros_like(attention, dtype=torch.bool)
     largest, argmax = attention.max(dim=-1, keepdim=True)

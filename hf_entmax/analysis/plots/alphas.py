@@ -12,9 +12,9 @@ from torch import Tensor
 from ..trajectory import Trajectory, read_trajectory
 from .style import (
     LINE_STYLES,
+    MARKERS,
     PALETTE,
     SITE_COLOURS,
-    MARKERS,
     all_sites,
     finite,
     hide_unused,

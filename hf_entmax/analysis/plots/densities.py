@@ -19,6 +19,7 @@ from .style import (
     new_figure,
     per_site,
     site_title,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def sorted_density(densities: Any) -> Figure:
                     label=f"layer {layer}",
                 )
             axis.set(title=site_title(site), xlabel="heads of a layer, sparsest first")
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            whole_numbers(axis.xaxis)
             axis.set_ylim(0, 103)
         axes[0][0].set_ylabel("nonzero weights (%)")
         deepest = max(axes[0], key=lambda axis: len(axis.lines))
@@ -154,7 +155,7 @@ def head_diversity(models: Any) -> Figure:
                     label=name or None,
                 )
             axis.set(title=site_title(site), xlabel="layer")
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            whole_numbers(axis.xaxis)
         highest = max(
             (value for values in named.values() for per_layer in values.values() for value in finite(per_layer)),
             default=1.0,

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ..metrics.position import positional_census
 from ..roles import ROLE_NAMES
-from .style import LINE_STYLES, MARKERS, PALETTE, grid_shape, hide_unused, house_style, new_figure, per_site, site_title
+from .style import (
+    LINE_STYLES,
+    MARKERS,
+    PALETTE,
+    grid_shape,
+    hide_unused,
+    house_style,
+    new_figure,
+    per_site,
+    site_title,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,11 +83,10 @@ def attention_maps(
     with house_style():
         figure, axes = new_figure(across, down, width=side, height=side)
         flat = [axis for row in axes for axis in row]
-        image = None
         for axis, (title, weights, rows, keys) in zip(flat, checked, strict=False):
-            image = _draw_map(axis, title, weights, rows, keys)
+            _draw_map(axis, title, weights, rows, keys)
         hide_unused(axes, len(checked))
-        bar = figure.colorbar(image, ax=flat[: len(checked)], shrink=0.6, fraction=0.03, pad=0.01)
+        bar = figure.colorbar(flat[0].images[0], ax=flat[: len(checked)], shrink=0.6, fraction=0.03, pad=0.01)
         bar.set_label("attention weight")
         bar.outline.set_visible(False)
         return figure
@@ -103,10 +113,10 @@ def _check_map(
     )
 
 
-def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, keys: list[str] | None) -> Any:
+def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, keys: list[str] | None) -> None:
     from matplotlib.collections import LineCollection
 
-    image = axis.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+    axis.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
     # The outline of the support: the border between zero and nonzero cells, drawn once.
     support = torch.nn.functional.pad(weights != 0, (1, 1, 1, 1))
     segments = []
@@ -131,7 +141,6 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
     axis.set_ylabel("query")
     if title:
         axis.set_title(title, pad=8)
-    return image
 
 
 def _plain(token: str) -> str:
@@ -355,17 +364,14 @@ def head_importance(importance: Any, label: str = "importance (nats per token)")
         heads = max(value.shape[1] for value in values.values())
         layers = max(value.shape[0] for value in values.values())
         figure, axes = new_figure(len(values), width=0.28 * heads + 1.4, height=max(0.28 * layers + 1.2, 2.0))
-        image = None
         for axis, (site, value) in zip(axes[0], values.items(), strict=True):
             low = -largest if diverging else 0.0
-            image = axis.imshow(
-                value.numpy(), cmap="PuOr" if diverging else "cividis", vmin=low, vmax=largest, aspect="equal"
-            )
+            axis.imshow(value.numpy(), cmap="PuOr" if diverging else "cividis", vmin=low, vmax=largest, aspect="equal")
             axis.set(title=site_title(site), xlabel="head", ylabel="layer")
             axis.grid(visible=False)
             for which in (axis.xaxis, axis.yaxis):
-                which.get_major_locator().set_params(integer=True)
-        bar = figure.colorbar(image, ax=axes[0], shrink=0.8, pad=0.02)
+                whole_numbers(which)
+        bar = figure.colorbar(axes[0][0].images[0], ax=axes[0], shrink=0.8, pad=0.02)
         bar.set_label(label)
         bar.outline.set_visible(False)
         return figure

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 #: Okabe and Ito's palette for colour-blind vision, without its yellow (too pale on white).
@@ -61,7 +62,7 @@ def house_style() -> Iterator[None]:
     """Applies the style for the time of drawing, without touching the settings of the caller."""
     import matplotlib
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(_RC):  # pyright: ignore[reportArgumentType]
         yield
 
 
@@ -146,3 +147,10 @@ def hide_unused(axes: list[list[Axes]], used: int) -> None:
     for place, axis in enumerate(axis for row in axes for axis in row):
         if place >= used:
             axis.set_visible(False)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Ticks only at whole numbers: layers and heads have no halves."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))

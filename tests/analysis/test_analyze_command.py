@@ -1,0 +1,211 @@
+"""`hf-entmax analyze` and the function behind it, on models, files and mistakes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import test_planted_heads as planted
+import tiny_tokenizers
+import torch
+import typer
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
+
+from hf_entmax import patch_model
+from hf_entmax.analysis.analyze import analyze, infer_task
+from hf_entmax.analysis.command import analyze_command
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [*tiny_tokenizers.TEXTS, "the dog walks", "who walks ?", "the unhappy dog barks"]
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(analyze_command)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Saved models with tokenizers, data, gold files."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizers.metaspace()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    seq2seq = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes))
+    seq2seq.save_pretrained(folder / "softmax")
+    patch_model(seq2seq, alpha="learned").save_pretrained(folder / "learned")
+    for name in ("softmax", "learned"):
+        tokenizer.save_pretrained(folder / name)
+    wordpiece = tiny_tokenizers.wordpiece()
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=len(wordpiece), max_position_embeddings=12, **small)).save_pretrained(
+        folder / "bert"
+    )
+    wordpiece.save_pretrained(folder / "bert")
+    bytes_ = tiny_tokenizers.byte_level()
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(bytes_), n_layer=1, n_head=2, n_embd=16)).save_pretrained(folder / "gpt2")
+    bytes_.save_pretrained(folder / "gpt2")
+    (folder / "text.txt").write_text("\n".join(TEXTS) + "\n")
+    (folder / "pairs.tsv").write_text(
+        "".join(f"{text}\t{other}\n" for text, other in zip(TEXTS, TEXTS[::-1], strict=True))
+    )
+    (folder / "gold.conllu").write_text(
+        "\n".join(planted.line_of(i, w, max(i - 1, 0)) for i, w in enumerate(["the", "dog", "barks"], 1)) + "\n"
+    )
+    links = [{"src": ["the", "dog"], "tgt": ["dog", "the"], "sure": [[0, 1]], "possible": [[1, 0]]}]
+    (folder / "gold.jsonl").write_text("".join(json.dumps(link) + "\n" for link in links))
+    return folder
+
+
+def test_everything_at_once(folder, tmp_path):
+    result = run(
+        *(
+            folder / "learned",
+            "--compare",
+            folder / "softmax",
+            "--data",
+            folder / "pairs.tsv",
+            "--conllu",
+            folder / "gold.conllu",
+        ),
+        *("--alignments", folder / "gold.jsonl", "--out", tmp_path, "--importance", "both", "--device", "cpu"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "density" in result.output and "report.html" in result.output.replace("\n", "")
+    record = json.loads((tmp_path / "report.json").read_text())
+    first, second = record["models"]
+    assert (first["name"], second["name"]) == ("learned", "softmax")
+    assert first["num_sentences"] == len(TEXTS) and not first["notes"]
+    head = next(row for row in first["heads"] if row["site"] == "encoder_self")
+    assert 0 <= head["dependency_accuracy"] <= 1 and head["importance_masking"] is not None and head["alpha"] > 1
+    cross = next(row for row in first["heads"] if row["site"] == "cross")
+    assert 0 <= cross["aer_argmax_output"] <= 1 and cross["aer_support_input"] is not None
+    assert all(row["density"] == 1 for row in second["heads"]) and "alpha" not in second["heads"][0]
+    assert (tmp_path / "statistics-0.safetensors").exists() and (tmp_path / "heads.csv").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="figure-diversity"' in page and 'id="figure-importance-masking"' in page
+
+
+@pytest.mark.parametrize(("kind", "task"), [("bert", "masked-lm"), ("gpt2", "causal-lm")])
+def test_other_kinds_of_model(folder, tmp_path, kind, task):
+    result = analyze(
+        folder / kind,
+        folder / "text.txt",
+        conllu=folder / "gold.conllu",
+        out=tmp_path,
+        progress=False,
+        device="cpu",
+        figures=False,
+    )
+    assert result.problems == []
+    (statistics,) = result.statistics
+    (site,) = statistics.sites
+    assert site == {"bert": "encoder_self", "gpt2": "decoder_self"}[kind]
+    assert not statistics.sites[site].dependency_accuracy().isnan().any()
+    assert not statistics.importance["gradient"][site].isnan().any()
+    assert (
+        statistics.examples
+        and infer_task(type("C", (), {"architectures": [{"bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}[kind]]}))
+        == task
+    )
+
+
+def test_source_only_data_leave_the_decoder_out(folder, tmp_path):
+    result = analyze(folder / "learned", folder / "text.txt", out=tmp_path, progress=False, device="cpu", figures=False)
+    assert list(result.statistics[0].sites) == ["encoder_self"]
+    assert any("no target sentences" in note for note in result.statistics[0].notes)
+
+
+def test_gold_files_alone_are_data_enough(folder, tmp_path):
+    result = analyze(
+        folder / "learned", alignments=folder / "gold.jsonl", out=tmp_path, progress=False, device="cpu", figures=False
+    )
+    assert set(result.statistics[0].sites) == {"encoder_self", "cross", "decoder_self"}
+
+
+def test_broken_gold_files_are_named_and_the_rest_is_kept(folder, tmp_path):
+    (tmp_path / "bad.conllu").write_text("1\tthe\n")
+    (tmp_path / "bad.jsonl").write_text('{"src": 1}\n')
+    result = run(
+        *(
+            folder / "learned",
+            "--data",
+            folder / "pairs.tsv",
+            "--conllu",
+            tmp_path / "bad.conllu",
+            "--alignments",
+            tmp_path / "bad.jsonl",
+        ),
+        *("--out", tmp_path / "report", "--device", "cpu", "--no-figures", "--importance", "none"),
+    )
+    assert result.exit_code == 1
+    output = result.output.replace("\n", " ")
+    assert "bad.conllu:1: expected 10" in output and "bad.jsonl:1: 'src' must be" in output
+    assert (tmp_path / "report" / "report.html").exists()
+
+
+def test_long_and_unknown_text_is_reported(folder, tmp_path):
+    (tmp_path / "long.txt").write_text("the dog " * 20 + "\nthe zebra xylophone quagga\n")
+    result = analyze(folder / "bert", tmp_path / "long.txt", out=tmp_path, progress=False, device="cpu", figures=False)
+    notes = " ".join(result.statistics[0].notes)
+    assert "1 sentence(s) of the data were cut at the maximum of 12 tokens" in notes
+    assert "unknown to the tokenizer" in notes
+
+
+def test_tokenizer_and_model_that_do_not_belong_together(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = BertForMaskedLM(
+        BertConfig(vocab_size=12, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    )
+    other = AutoTokenizer.from_pretrained(folder / "bert")
+    (tmp_path / "data.txt").write_text("the\n" * 16 + "who barks ?\n")
+    warnings = []
+    result = analyze(
+        model,
+        tmp_path / "data.txt",
+        tokenizer=other,
+        out=tmp_path,
+        progress=False,
+        device="cpu",
+        figures=False,
+        batch_size=16,
+        warn=warnings.append,
+    )
+    assert any("embedding only 12" in text for text in warnings) and any(
+        "outside the model's vocabulary of 12" in text for text in warnings
+    )
+    assert result.statistics[0].num_sentences == 16 and len(result.problems) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"data": "nowhere.txt"}, FileNotFoundError, "no such file"),
+        ({}, ValueError, "no text to analyse"),
+        ({"data": "text.txt", "task": "translation"}, ValueError, "allowed are seq2seq"),
+        ({"data": "text.txt", "importance": "all"}, ValueError, "importance"),
+        ({"data": "text.txt", "language": "xx"}, ValueError, "language"),
+        ({"data": "text.txt", "batch_size": 0}, ValueError, "batch_size"),
+        ({"data": "text.txt", "max_sentences": 0}, ValueError, "at least 1"),
+    ],
+)
+def test_bad_options(folder, tmp_path, options, error, message):
+    if options.get("data") == "text.txt":
+        options = options | {"data": folder / "text.txt"}
+    with pytest.raises(error, match=message):
+        analyze(folder / "bert", out=tmp_path, progress=False, device="cpu", **options)
+
+
+def test_recipe(folder, tmp_path, monkeypatch, capsys):
+    recipe = ROOT / "recipes" / "analyze_heads.py"
+    arguments = [recipe, folder / "learned", "--data", folder / "pairs.tsv", "--alignments", folder / "gold.jsonl"]
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments), "--out", str(tmp_path)])
+    runpy.run_path(str(recipe), run_name="__main__")
+    assert (tmp_path / "report.html").exists() and (tmp_path / "density.pdf").exists()
+    assert "cross" in capsys.readouterr().out
