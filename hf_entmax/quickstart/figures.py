@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_entmax.analysis import AttentionStatistics, plots
 from hf_entmax.analysis.examples import collect_examples
+from hf_entmax.generation import HypothesisTree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ def write_figures(
     statistics: tuple[AttentionStatistics, AttentionStatistics],
     trajectory: Path,
     example: dict[str, Tensor],
+    tree: HypothesisTree | None = None,
 ) -> list[Path]:
     """Draw and write all figures as PNG.
 
@@ -35,6 +37,7 @@ def write_figures(
         statistics: of the model before and after.
         trajectory: the file that ``AlphaLoggingCallback`` wrote.
         example: a batch with the question, and its answer as labels, that the attention maps show.
+        tree: of hypotheses, if the output is sparse.
 
     Returns:
         The files.
@@ -52,6 +55,8 @@ def write_figures(
         "head_diversity": plots.head_diversity([before, after]),
         "attention_maps": plots.attention_maps(_cross_attention(model, tokenizer, after, example), columns=4),
     }
+    if tree is not None:
+        figures["hypothesis_tree"] = tree.to_figure()
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, figure in figures.items():

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_entmax.analysis import AttentionStatistics
 from hf_entmax.quickstart.data import GROUPS
-from hf_entmax.quickstart.evaluate import Certificates, Score
+from hf_entmax.quickstart.evaluate import Score
+from hf_entmax.quickstart.search import NUM_BEAMS, Certificates
 
 SITE_NAMES = {
     "encoder_self": "encoder self-attention",
@@ -65,7 +66,7 @@ def site_table(before: AttentionStatistics, after: AttentionStatistics) -> Table
 def output_table(certificates: Certificates, output_alpha: float) -> Table:
     """What the sparse output proves."""
     table = Table(
-        title=f"Sparse output (alpha {output_alpha:g}), beam of 5 on {certificates.total} held-out questions",
+        title=f"Sparse output (alpha {output_alpha:g}), beam of {NUM_BEAMS} on {certificates.total} held-out questions",
         show_header=False,
     )
     table.add_column("measure")
@@ -81,7 +82,7 @@ def output_table(certificates: Certificates, output_alpha: float) -> Table:
 
 def hypothesis_table(rows: Sequence[tuple[str, list[tuple[str, float]]]], limit: int = 4) -> Table:
     """Questions with their hypotheses and probabilities."""
-    table = Table(title="All answers that the model holds possible")
+    table = Table(title="Answers that the model holds possible, with their probabilities")
     table.add_column("question")
     table.add_column("answers")
     for question, found in rows:

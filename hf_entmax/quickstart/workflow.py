@@ -21,11 +21,13 @@ import hf_entmax
 from hf_entmax.analysis import AttentionStatistics, collect
 from hf_entmax.analysis.examples import collect_examples
 from hf_entmax.analysis.report import write_report
+from hf_entmax.generation import HypothesisTree, beam_search, hypothesis_tree
 from hf_entmax.quickstart import tables
 from hf_entmax.quickstart.base import load_pretrained, small_bart
 from hf_entmax.quickstart.data import (
     AMBIGUOUS_VERB,
     Question,
+    batches,
     build_tokenizer,
     read_verbs,
     source_text,
@@ -33,8 +35,9 @@ from hf_entmax.quickstart.data import (
     training_set,
 )
 from hf_entmax.quickstart.data import questions as questions_about
-from hf_entmax.quickstart.evaluate import accuracy, answers, certificates, hypotheses, labelled_batches
+from hf_entmax.quickstart.evaluate import accuracy, answers, labelled_batches, on_device
 from hf_entmax.quickstart.reload import check_reload
+from hf_entmax.quickstart.search import NUM_BEAMS, certificates, hypotheses, search
 from hf_entmax.quickstart.stages import train
 from hf_entmax.training import AlphaLoggingCallback, alpha_parameter_groups
 
@@ -51,6 +54,8 @@ BASE_UNTIL, FINE_TUNE_UNTIL = 0.45, 0.8
 ANALYSED = 512
 #: Held-out questions that are searched with certificates.
 SEARCHED = 800
+#: Of those, how many of the most uncertain ones are shown with their answers.
+UNCERTAIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +196,15 @@ def _run(settings: Settings, console: Console, clock: _Clock) -> dict[str, Any]:
         "reload": {"largest_difference_of_a_logit": difference},
     }
     clock.lap("measuring")
+    tree = None
     if settings.output_alpha is not None:
-        results["output"] = _search(model, tokenizer, held_out, settings, console)
+        results["output"], tree = _search(model, tokenizer, held_out, settings, console)
         clock.lap("searching")
     results["files"] = [
         str(path)
-        for path in _write_figures(settings, model, tokenizer, (softmax_statistics, statistics), held_out, console)
+        for path in _write_figures(
+            settings, model, tokenizer, (softmax_statistics, statistics), held_out, tree, console
+        )
     ]
     clock.lap("figures and report")
     results["seconds"] = {**clock.seconds, "total": clock.total}
@@ -217,23 +225,27 @@ def _search(
     held_out: list[Question],
     settings: Settings,
     console: Console,
-) -> dict[str, Any]:
-    """Certificates on held-out questions, and the answers to the ambiguous verb and to the most uncertain questions."""
-    assert_alpha = float(settings.output_alpha or 1.0)
-    found, results = certificates(model, tokenizer, _sample(held_out, SEARCHED, settings.seed), console)
-    console.print(tables.output_table(found, assert_alpha))
-    ambiguous = [
-        q for q in questions_about([v for v in read_verbs() if v.lemma == AMBIGUOUS_VERB]) if len(q.answers) > 1
-    ]
-    _, shown = certificates(model, tokenizer, ambiguous, console)
-    known = [(q, r) for q, r in results if r.exhaustive and 2 <= len(r) <= 6]
-    shown += sorted(known, key=lambda pair: pair[1].probabilities[0])[:4]
-    rows = [
-        (f"{source_text(q, tokenizer)}{'' if q.lemma == AMBIGUOUS_VERB else ' (held out)'}", hypotheses(tokenizer, r))
-        for q, r in shown
-    ]
-    console.print(tables.hypothesis_table(rows))
-    return {**dataclasses.asdict(found), "hypotheses_of": {question: dict(listed) for question, listed in rows}}
+) -> tuple[dict[str, Any], HypothesisTree]:
+    """Certificates on held-out questions, the tree of the ambiguous verb, and the most uncertain questions."""
+    found = search(model, tokenizer, _sample(held_out, SEARCHED, settings.seed), console)
+    proved = certificates(model, tokenizer, found)
+    console.print(tables.output_table(proved, float(settings.output_alpha or 1.0)))
+    verb = next(v for v in read_verbs() if v.lemma == AMBIGUOUS_VERB)
+    asked = next(q for q in questions_about([verb]) if len(q.answers) > 1)
+    result = beam_search(model, on_device(next(iter(batches([asked], tokenizer)))[1], model), num_beams=NUM_BEAMS)[0]
+    tree = hypothesis_tree(result, tokenizer)
+    console.print(
+        f"{source_text(asked, tokenizer)} (in training: {' and '.join(asked.answers)})",
+        tree.to_text(),
+        sep="\n",
+        markup=False,
+    )
+    known = [(q, r) for q, r in found if r.exhaustive and 2 <= len(r) <= 6]
+    uncertain = sorted(known, key=lambda pair: pair[1].probabilities[0])[:UNCERTAIN]
+    rows = [(source_text(q, tokenizer), hypotheses(tokenizer, r)) for q, r in [(asked, result), *uncertain]]
+    if uncertain:
+        console.print(tables.hypothesis_table(rows[1:]))
+    return {**dataclasses.asdict(proved), "hypotheses_of": {question: dict(listed) for question, listed in rows}}, tree
 
 
 def _write_figures(
@@ -242,6 +254,7 @@ def _write_figures(
     tokenizer: PreTrainedTokenizerBase,
     statistics: tuple[AttentionStatistics, AttentionStatistics],
     held_out: list[Question],
+    tree: HypothesisTree | None,
     console: Console,
 ) -> list[Path]:
     example = _example(held_out)
@@ -258,9 +271,12 @@ def _write_figures(
             statistics,
             settings.out_dir / "model" / "alphas.jsonl",
             batch,
+            tree,
         )
         console.print(f"Figures: {', '.join(file.name for file in files)} in {settings.out_dir / 'figures'}")
     except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
         files = []
         console.print(f"[yellow]No figures were drawn[/]: {error}. Install them with: pip install 'hf_entmax[figures]'")
     report = write_report(

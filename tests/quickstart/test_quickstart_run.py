@@ -30,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = finished
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == json.loads(json.dumps(results))
-    for name in ("alpha_per_head", "density_by_site", "attention_maps", "alpha_over_training"):
+    for name in ("alpha_per_head", "density_by_site", "attention_maps", "alpha_over_training", "hypothesis_tree"):
         assert (out / "figures" / f"{name}.png").stat().st_size > 5000
     assert (out / "report.html").stat().st_size > 5000
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= {path.name for path in (out / "model").iterdir()}
