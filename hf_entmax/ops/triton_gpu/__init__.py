@@ -1,0 +1,191 @@
+r"""Fused entmax attention for CUDA tensors, through Triton.
+
+Scores are never stored: each block of queries passes over the keys for the row maxima, a few times more for the
+threshold of every row (blocks of keys that cannot reach it are dropped on the way) and once for the output. The backward
+pass visits only the tiles that carry weight. Memory is linear in the length but for one byte per tile. Alpha is one number
+per head, read from memory, and has a gradient; 1 is softmax, with no case of its own.
+
+Importing this package does not import Triton; the first call does. With ``TRITON_INTERPRET=1`` in the environment before
+that, the kernels run on CPU tensors, interpreted: for tests, not for work.
+
+Reference:
+    Peters, Niculae and Martins 2019 (alpha-entmax); Correia, Niculae and Martins 2019 (alpha per head, learned); Dao et
+    al. 2022 (tiling); Goncalves, Treviso and Martins 2025 (AdaSplash: thresholds by Halley steps in a fused kernel).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.triton_gpu import operators as operators
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_HEAD = 256
+_OLDEST = (8, 0)
+# With these alphas by construction the kernels need no logarithm.
+_EXACT = (1.0, 1.5, 2.0)
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, **options: Any) -> str | None:
+    """Say why this backend cannot honour a call, naming the argument, or None if it can.
+
+    Args:
+        query: as in `hf_entmax.ops.entmax_attention`, already validated there.
+        key: likewise.
+        value: likewise.
+        alpha: likewise.
+        **options: its keyword arguments without ``backend``.
+
+    Returns:
+        The reason, or None.
+    """
+    if not _HAS_TRITON:
+        return "triton is not installed (pip install 'hf_entmax[gpu]')"
+    device = query.device
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "query: the kernels are for NVIDIA GPUs, and this PyTorch is built for ROCm"
+        properties = torch.cuda.get_device_properties(device)
+        if (properties.major, properties.minor) < _OLDEST:
+            return f"query: its device has compute capability {properties.major}.{properties.minor}, 8.0 is needed"
+    elif not (_INTERPRETED and device.type == "cpu"):
+        return f"query: it is on {device.type}, the kernels are for cuda"
+    lowered = _autocast_dtype(query)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if lowered is None and tensor.dtype not in _DTYPES:
+            return f"{name}: {tensor.dtype} is not one of float16, bfloat16, float32"
+        if lowered is None and tensor.dtype != query.dtype:
+            return f"{name}: {tensor.dtype} differs from the {query.dtype} of query"
+        if tensor.shape[-1] > _LARGEST_HEAD or tensor.shape[-1] == 0:
+            return f"{name}: head dimension {tensor.shape[-1]} is not in 1 to {_LARGEST_HEAD}"
+    others = {"key": key, "value": value, "alpha": alpha}
+    others |= {name: options.get(name) for name in ("attention_mask", "key_padding_mask", "position_bias")}
+    for name, other in others.items():
+        if isinstance(other, Tensor):
+            if other.device != device:
+                return f"{name}: it is on {other.device}, query on {device}"
+            if other.dtype == torch.float64:
+                return f"{name}: float64 would be rounded to float32"
+    return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Entmax attention by the fused kernels, for calls that `unsupported` has nothing against.
+
+    Arguments, results and differentiability are those of `hf_entmax.ops.entmax_attention`. The same inputs and the same
+    state of the random number generator give the same bits, gradients included. ``need_weights=True`` writes the
+    ``[B, H, T_q, T_k]`` weights and takes that memory. Gradients of gradients are not available: the torch backend has them.
+    """
+    lowered = _autocast_dtype(query)
+    if lowered is not None:
+        query, key, value = query.to(lowered), key.to(lowered), value.to(lowered)
+    heads, head_dim = query.shape[1], query.shape[3]
+    exact_alpha = 0.0
+    if isinstance(alpha, Tensor):
+        alphas = alpha.to(torch.float32).expand(heads).contiguous()
+    else:
+        exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
+        alphas = torch.full((heads,), float(alpha), dtype=torch.float32, device=query.device)
+    seed = None
+    if dropout > 0:
+        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device)
+    differentiable = (query, key, value, alphas, attention_mask, position_bias)
+    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    call = torch.ops.hf_entmax.triton_attention
+    if need_grad and not torch.compiler.is_compiling():
+        call = operators.EntmaxAttentionFunction.apply
+    out, weights, *_ = call(  # type: ignore[misc]
+        query,
+        key,
+        value,
+        alphas,
+        attention_mask,
+        position_bias,
+        key_padding_mask,
+        seed,
+        exact_alpha,
+        is_causal,
+        sliding_window or 0,
+        softcap or 0.0,
+        head_dim**-0.5 if scaling is None else float(scaling),
+        float(dropout),
+        need_weights,
+        need_grad,
+        need_grad and alphas.requires_grad,
+    )
+    return out, weights if need_weights else None
+
+
+def row_mapping(scores: Tensor, alpha: float | Tensor = 1.5, *, mask: Tensor | None = None) -> Tensor:
+    r"""Entmax of every row of a matrix, by one kernel.
+
+        p = argmax_{p in simplex} p . z + H_alpha(p)
+
+    Args:
+        scores: ``[n_rows, n_cols]``, float16, bfloat16 or float32, on CUDA; computed in float32.
+        alpha: ``>= 1``; a float or a tensor broadcastable to ``[n_rows]``.
+        mask: bool, broadcastable to ``scores``; True = may receive mass.
+
+    Returns:
+        The probabilities, of the shape and dtype of ``scores``. Rows masked whole are 0. Differentiable once, in
+        ``scores`` and ``alpha``.
+
+    Raises:
+        TypeError: if a dtype is not supported.
+        ValueError: if ``scores`` is not a matrix on a CUDA device, or ``alpha`` or ``mask`` does not fit it.
+
+    Reference:
+        Peters, Niculae and Martins 2019, eq. 10; Correia, Niculae and Martins 2019, prop. 1 (gradient in alpha).
+    """
+    if scores.dim() != 2:
+        raise ValueError(f"scores has shape {tuple(scores.shape)}, but must be [n_rows, n_cols]; reshape it.")
+    if scores.dtype not in _DTYPES:
+        raise TypeError(f"scores is {scores.dtype}, but must be float16, bfloat16 or float32.")
+    if scores.device.type != "cuda" and not (_INTERPRETED and scores.device.type == "cpu"):
+        raise ValueError(f"scores is on {scores.device.type}, but must be on cuda; hf_entmax.ops.entmax runs anywhere.")
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}, but must be bool (True = may receive mass).")
+    exact_alpha = 0.0
+    if isinstance(alpha, Tensor):
+        alphas = alpha.to(torch.float32)
+    else:
+        if not alpha >= 1:
+            raise ValueError(f"alpha is {alpha}, but must be at least 1.")
+        exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
+        alphas = torch.tensor(float(alpha), dtype=torch.float32, device=scores.device)
+    try:
+        alphas = alphas.expand(scores.shape[0])
+        mask = None if mask is None else mask.expand(scores.shape)
+    except RuntimeError as error:
+        raise ValueError(f"alpha and mask must fit scores {tuple(scores.shape)}: {error}") from None
+    return torch.ops.hf_entmax.triton_entmax_rows(scores, alphas, mask, exact_alpha)[0]
+
+
+def _autocast_dtype(query: Tensor) -> torch.dtype | None:
+    """The dtype that autocast lowers attention to, as it does torch's own, or None outside autocast."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind) or query.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)

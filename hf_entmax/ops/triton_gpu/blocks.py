@@ -1,0 +1,119 @@
+"""Tile shapes, arguments and buffers, apart from the kernels so that shapes can be told without importing Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Arguments(NamedTuple):
+    """The inputs of one attention call, as `hf_entmax.ops.triton_gpu.operators` passes them: 0 stands for "none"."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    key_mask: Tensor | None
+    seed: Tensor | None
+    exact_alpha: float
+    is_causal: bool
+    window: int
+    softcap: float
+    scale: float
+    dropout: float
+
+
+class Blocks(NamedTuple):
+    """How attention of one head dimension is cut up.
+
+    ``rows`` queries by ``cols`` keys are a tile, in every kernel: a tile is also the unit that is skipped.
+    ``warps`` of 32 threads work on one, ``stages`` loads ahead (forward; the backward kernels hold more tiles at once).
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    backward_warps: int
+    backward_stages: int
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a head dimension is padded to (a tensor-core operand is no smaller)."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
+
+
+def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Blocks:
+    """Choose the tile of attention.
+
+    Args:
+        queries: T_q; up to 16 (decoding) takes the smallest tile a tensor core multiplies.
+        head_dim: D of queries and keys, at most 256.
+        value_dim: D of values, at most 256.
+        dtype: of query, key and value; float32 tiles take twice the shared memory and are half as wide.
+
+    Returns:
+        The tile and launch parameters, chosen so that compilation for compute capability 9.0 spills few registers.
+    """
+    widest = padded(max(head_dim, value_dim))
+    if dtype.itemsize == 2:
+        if widest <= 64:
+            blocks = Blocks(64, 64, 8, 3, 8, 2)
+        else:
+            blocks = Blocks(64, 64, 8, 2, 8, 2) if widest <= 128 else Blocks(64, 32, 8, 2, 8, 1)
+    elif widest <= 64:
+        blocks = Blocks(32, 32, 8, 2, 8, 1)
+    else:
+        blocks = Blocks(32, 16, 8, 2, 8, 1) if widest <= 128 else Blocks(16, 16, 8, 1, 8, 1)
+    return blocks._replace(rows=16, warps=4, backward_warps=4) if queries <= 16 else blocks
+
+
+def row_blocks(n_cols: int) -> tuple[int, int]:
+    """Rows and columns of a tile of the row mapping: 1024 entries (8 a thread), one row alone when it is that long."""
+    cols = min(padded(n_cols), 1024)
+    return 1024 // cols, cols
+
+
+def forward_buffers(
+    query: Tensor, key: Tensor, value: Tensor, need_weights: bool, need_grad: bool
+) -> tuple[Tensor, ...]:
+    """Uninitialised results of the forward kernel, without entries where not needed.
+
+    Returns:
+        out ``[B, H, T_q, D_v]``, stored as ``[B, T_q, H, D_v]`` so that merging the heads copies nothing; weights
+        ``[B, H, T_q, T_k]``; and for the backward pass stats ``[B, H, T_q, 5]`` and slope_mean ``[B, H, T_q, D_v]`` in
+        float32 and flags ``[B, H, n_q, n_k]`` in uint8, one byte per tile.
+    """
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = value.shape[2:]
+    blocks = attention_blocks(queries, head_dim, value_dim, query.dtype)
+    n_q, n_k = -(-queries // blocks.rows), -(-keys // blocks.cols)
+    lead = (batch, heads)
+    return (
+        query.new_empty((batch, queries, heads, value_dim)).transpose(1, 2),
+        query.new_empty((*lead, queries, keys) if need_weights else 0),
+        query.new_empty((*lead, queries, 5) if need_grad else 0, dtype=torch.float32),
+        query.new_empty((*lead, queries, value_dim) if need_grad else 0, dtype=torch.float32),
+        query.new_empty((*lead, n_q, n_k) if need_grad else 0, dtype=torch.uint8),
+    )
+
+
+def backward_buffers(inputs: Arguments, need_alpha: bool, need_bias: bool, need_mask: bool) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of query, key, value, alpha, bias and mask, without entries where not needed."""
+    nothing = inputs.query.new_empty(0)
+    return (
+        torch.empty_like(inputs.query),
+        torch.empty_like(inputs.key),
+        torch.empty_like(inputs.value),
+        torch.empty_like(inputs.alpha, memory_format=torch.contiguous_format) if need_alpha else nothing,
+        _contiguous_like(inputs.bias) if need_bias and inputs.bias is not None else nothing.clone(),
+        _contiguous_like(inputs.mask) if need_mask and inputs.mask is not None else nothing.clone(),
+    )
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

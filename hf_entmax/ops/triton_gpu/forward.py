@@ -1,0 +1,183 @@
+"""The forward kernel of entmax attention: maximum, threshold, output, over ever fewer key blocks."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportRedeclaration=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_entmax.ops.triton_gpu.mapping import MASKED, MASKED_BELOW, expq, largest_threshold, make_mapping, threshold_step
+from hf_entmax.ops.triton_gpu.tiles import (
+    ScoreTerms,
+    dot,
+    dropout_factor,
+    key_block_range,
+    load_rows,
+    score_tile,
+    select,
+    store_rows,
+)
+
+
+@triton.jit
+def _key_extent_kernel(key_mask, extent, T_k, BLOCK: tl.constexpr):
+    """First real key and one past the last of each sequence, int32 ``[B, 2]``; ``(T_k, 0)`` when there is none."""
+    batch = tl.program_id(0)
+    pointer = key_mask.pointer + batch.to(tl.int64) * key_mask.stride_b
+    first = T_k
+    last = 0
+    for start in range(0, T_k, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        real = tl.load(pointer + cols.to(tl.int64) * key_mask.stride_d, mask=cols < T_k, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(real, cols, T_k), 0))
+        last = tl.maximum(last, tl.max(tl.where(real, cols + 1, 0), 0))
+    tl.store(extent + batch * 2, first)
+    tl.store(extent + batch * 2 + 1, last)
+
+
+@triton.jit
+def _entmax_attention_fwd_kernel(
+    query,
+    key,
+    value,
+    alpha,
+    mask,
+    bias,
+    key_mask,
+    extent,
+    seed,
+    out,
+    weights,
+    stats,
+    slope_mean,
+    lists,
+    flags,
+    max_passes,
+    problem,
+    OPTIONS: tl.constexpr,
+):
+    """One block of queries of one head.
+
+    Passes over the key blocks: (1) row maxima; (2...) sums for a step of the threshold, until every row has it;
+    (last) the output. Scores only ever exist as a tile. A block whose largest score cannot reach the threshold of any
+    row (the lower ends of the brackets only rise) leaves ``lists`` and is not read again; the blocks that the last pass
+    finds on the support are set in ``flags`` for the backward kernels.
+
+    Shapes: query ``[B, H, T_q, D]``, key ``[B, H_kv, T_k, D]``, value ``[B, H_kv, T_k, D_V]``, out as query with
+    ``D_V``, alpha ``[H]``, weights ``[B, H, T_q, T_k]`` or None, lists and flags ``[B, H, n_q, n_k]``. For the backward
+    pass, else None: stats ``[B, H, T_q, 5]`` (maximum, centred threshold, sum s, entropy, -sum s y) and slope_mean
+    ``[B, H, T_q, D_V]`` (sum s v / sum s).
+    """
+    H, T_q, n_q, n_k = problem.H, problem.T_q, problem.n_q, problem.n_k
+    pid = tl.program_id(0)
+    # Causal blocks grow with their row: the longest start first, so that no long one is left for the end.
+    block = n_q - 1 - pid % n_q if OPTIONS.CAUSAL else pid % n_q
+    plane = pid // n_q
+    batch, head = (plane // H).to(tl.int64), (plane % H).to(tl.int64)
+    kv_head = head // problem.group
+    first_row = block * OPTIONS.ROWS
+    rows = first_row + tl.arange(0, OPTIONS.ROWS)
+
+    key, value = select(key, batch, kv_head), select(value, batch, kv_head)
+    terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
+    head_alpha = tl.load(alpha + head)
+    mapping = make_mapping(head_alpha, head_alpha, OPTIONS.ALPHA)
+    queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
+    row_of_lists = (plane.to(tl.int64) * n_q + block) * n_k
+    block_list = lists + row_of_lists
+
+    # Pass 1: maxima. A block is listed if it reaches what is, with the maximum so far, the lowest threshold.
+    row_max = tl.full([OPTIONS.ROWS], MASKED, tl.float32)
+    row_nan = tl.zeros([OPTIONS.ROWS], tl.int32)
+    n_listed = 0
+    first_block, last_block = key_block_range(first_row, extent, batch, problem, OPTIONS)
+    for index in range(first_block, last_block):
+        _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+        is_nan = tl.max((z != z).to(tl.int32), 1)
+        top = tl.max(tl.where(z != z, MASKED, z), 1)
+        row_max = tl.maximum(row_max, top)
+        row_nan = tl.maximum(row_nan, is_nan)
+        reach = tl.maximum(row_max - mapping.inv_u, MASKED_BELOW)
+        listed = tl.max(tl.maximum((top > reach).to(tl.int32), is_nan), 0)
+        tl.store(block_list + n_listed, index, mask=listed != 0)
+        n_listed += listed
+    row_max = tl.where(row_max > MASKED_BELOW, row_max, 0.0)
+    row_max = tl.where(row_nan != 0, float("nan"), row_max)
+
+    # Passes 2...: the threshold. One thread writes the list, all read it: hence the barriers between passes.
+    c = tl.zeros([OPTIONS.ROWS], tl.float32)
+    low = tl.zeros([OPTIONS.ROWS], tl.float32)
+    high = tl.zeros([OPTIONS.ROWS], tl.float32) + largest_threshold(problem.T_k, mapping.u)
+    n_passes = 0
+    unfinished = 1
+    while (n_passes < max_passes) & (unfinished != 0):
+        tl.debug_barrier()
+        total = tl.zeros([OPTIONS.ROWS], tl.float32)
+        slope = tl.zeros([OPTIONS.ROWS], tl.float32)
+        curvature = tl.zeros([OPTIONS.ROWS], tl.float32)
+        reach = tl.maximum(row_max + low - mapping.inv_u, MASKED_BELOW)
+        kept = 0
+        for position in range(0, n_listed):
+            index = tl.load(block_list + position)
+            _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+            p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping)
+            total += tl.sum(p, 1)
+            slope += tl.sum(s, 1)
+            curvature += tl.sum(e, 1)
+            # In place: the write never overtakes the read, and this reduction is a barrier between the two.
+            listed = tl.max((tl.max(z, 1) > reach).to(tl.int32), 0)
+            tl.store(block_list + kept, index, mask=listed != 0)
+            kept += listed
+        n_listed = kept
+        c, low, high, row_unfinished = threshold_step(c, low, high, total, slope, curvature, n_passes, mapping.u)
+        unfinished = tl.max(row_unfinished.to(tl.int32), 0)
+        n_passes += 1
+    tl.debug_barrier()
+
+    # Last pass: the output, and what the backward pass wants to know of each row.
+    total = tl.zeros([OPTIONS.ROWS], tl.float32)
+    slope = tl.zeros([OPTIONS.ROWS], tl.float32)
+    entropy = tl.zeros([OPTIONS.ROWS], tl.float32)
+    moment = tl.zeros([OPTIONS.ROWS], tl.float32)
+    acc = tl.zeros([OPTIONS.ROWS, OPTIONS.BLOCK_V], tl.float32)
+    slope_acc = tl.zeros([OPTIONS.ROWS, OPTIONS.BLOCK_V], tl.float32)
+    for position in range(0, n_listed):
+        index = tl.load(block_list + position)
+        _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+        values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+        y = z - row_max[:, None] - c[:, None]
+        p, s, _, log_p = expq(y, mapping)
+        total += tl.sum(p, 1)
+        if stats is not None:
+            slope += tl.sum(s, 1)
+            if OPTIONS.GRAD_ALPHA:
+                entropy -= tl.sum(p * log_p, 1)
+                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
+            tl.store(flags + row_of_lists + index, 1, mask=tl.max(tl.max((s != 0.0).to(tl.int32), 1), 0) != 0)
+        if OPTIONS.DROPOUT:
+            factor = dropout_factor(tl.load(seed), plane, rows[:, None], cols[None, :], problem.dropout)
+            p *= factor
+            s *= factor
+        acc = dot(p.to(values.dtype), values, acc, OPTIONS.PRECISION)
+        if stats is not None:
+            slope_acc = dot(s.to(values.dtype), values, slope_acc, OPTIONS.PRECISION)
+        if weights is not None:
+            # Not divided by their sum as the output is: that would take another pass, and it is 1 to a rounding.
+            offsets = (plane.to(tl.int64) * T_q + rows)[:, None] * problem.T_k + cols[None, :]
+            inside = (rows < T_q)[:, None] & (cols < problem.T_k)[None, :]
+            tl.store(weights + offsets, p.to(weights.dtype.element_ty), mask=inside)
+
+    # Rounding of the threshold leaves sum p a few 1e-7 off 1. Rows without a key have 0 / 1; NaN rows stay NaN.
+    total = tl.where(total == 0.0, 1.0, total) + (row_max - row_max)
+    store_rows(select(out, batch, head), acc / total[:, None], rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
+    if stats is not None:
+        safe_slope = tl.where(slope == 0.0, 1.0, slope)
+        means = slope_acc / safe_slope[:, None]
+        store_rows(select(slope_mean, batch, head), means, rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
+        stats += (plane.to(tl.int64) * T_q + rows) * 5
+        tl.store(stats, row_max, mask=rows < T_q)
+        tl.store(stats + 1, c, mask=rows < T_q)
+        tl.store(stats + 2, slope, mask=rows < T_q)
+        tl.store(stats + 3, entropy, mask=rows < T_q)
+        tl.store(stats + 4, moment, mask=rows < T_q)

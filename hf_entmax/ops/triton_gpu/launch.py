@@ -1,0 +1,264 @@
+"""From tensors to kernel launches: strides, buffers, grids. Imports Triton; nothing here is seen by autograd."""
+
+# The type of a kernel is that of its Python function: launch options and constants are not in its signature.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.triton_gpu import backward, forward, rows
+from hf_entmax.ops.triton_gpu.blocks import (
+    Arguments,
+    Blocks,
+    attention_blocks,
+    backward_buffers,
+    forward_buffers,
+    padded,
+    row_blocks,
+)
+from hf_entmax.ops.triton_gpu.tiles import Array, Options, Problem
+
+# Far more than Halley's steps ever take for alpha <= 2 (at most 9 were seen); above 2 every other step is a bisection.
+_MAX_PASSES = 64
+
+
+def _array(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else Array(tensor, *tensor.stride())
+
+
+def _floor(tensor: Tensor | None) -> float:
+    """The value at or below which an added term masks its entry, as `hf_entmax.ops.solve.masked_below` has it."""
+    return torch.finfo(tensor.dtype).min / 2 if tensor is not None and tensor.is_floating_point() else -3e38
+
+
+def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach().expand(shape)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever device its arguments live on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _float32_precision() -> str:
+    """TF32 only where the user allowed it for matrix products; both of torch's ways of saying so are heard."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        allowed = matmul.fp32_precision == "tf32"
+    except AttributeError:
+        allowed = matmul.allow_tf32
+    return "tf32" if allowed else "ieee"
+
+
+class _Launch:
+    """What all kernels of one attention call share."""
+
+    def __init__(self, inputs: Arguments, grad_alpha: bool) -> None:
+        query, key, value = inputs.query, inputs.key, inputs.value
+        batch, heads, queries, head_dim = query.shape
+        keys, value_dim = key.shape[2], value.shape[3]
+        self.blocks: Blocks = attention_blocks(queries, head_dim, value_dim, query.dtype)
+        n_q, n_k = -(-queries // self.blocks.rows), -(-keys // self.blocks.cols)
+        full = (batch, heads, queries, keys)
+        mask, bias = _expanded(inputs.mask, full), _expanded(inputs.bias, full)
+        key_mask = None
+        if inputs.key_mask is not None:
+            key_mask = _expanded(inputs.key_mask[:, None, None, :], (batch, heads, 1, keys))
+        self.key_mask = key_mask
+        self.problem = Problem(
+            B=batch,
+            H=heads,
+            group=heads // key.shape[1],
+            T_q=queries,
+            T_k=keys,
+            n_q=n_q,
+            n_k=n_k,
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            window=inputs.window,
+            dropout=inputs.dropout,
+            mask_floor=_floor(mask),
+            bias_floor=_floor(bias),
+        )
+        self.options = Options(
+            CAUSAL=inputs.is_causal,
+            WINDOW=inputs.window > 0,
+            SOFTCAP=inputs.softcap > 0,
+            BOOL_MASK=mask is not None and not mask.is_floating_point(),
+            DROPOUT=inputs.dropout > 0,
+            ALPHA=inputs.exact_alpha,
+            GRAD_ALPHA=grad_alpha,
+            PRECISION=_float32_precision(),
+            D=head_dim,
+            D_V=value_dim,
+            BLOCK_D=padded(head_dim),
+            BLOCK_V=padded(value_dim),
+            ROWS=self.blocks.rows,
+            COLS=self.blocks.cols,
+        )
+        self.operands = (_array(query), _array(key), _array(value), inputs.alpha)
+        self.terms = (_array(mask), _array(bias), _array(key_mask))
+        self.planes = batch * heads
+
+
+def attention_forward(inputs: Arguments, need_weights: bool, need_grad: bool, need_alpha: bool) -> tuple[Tensor, ...]:
+    """Run the forward kernel: ``out, weights, stats, slope_mean, flags`` as `forward_buffers` describes them."""
+    query, key = inputs.query, inputs.key
+    buffers = forward_buffers(query, key, inputs.value, need_weights, need_grad)
+    out, weights, stats, slope_mean, flags = buffers
+    # Tiles that are skipped are never written: their weights are 0 and their flags are not set.
+    weights.zero_()
+    flags.zero_()
+    if _is_empty(inputs):
+        return tuple(buffer.zero_() for buffer in buffers)
+    call = _Launch(inputs, need_alpha)
+    n_q, n_k = call.problem.n_q, call.problem.n_k
+    lists = torch.empty((call.planes, n_q, n_k), dtype=torch.int32, device=query.device)
+    with _on_device(query):
+        extent = None
+        if call.key_mask is not None:
+            extent = torch.empty((query.shape[0], 2), dtype=torch.int32, device=query.device)
+            block = min(1024, padded(key.shape[2]))
+            forward._key_extent_kernel[(query.shape[0],)](_array(call.key_mask), extent, key.shape[2], BLOCK=block)
+        forward._entmax_attention_fwd_kernel[(n_q * call.planes,)](
+            *call.operands,
+            *call.terms,
+            extent,
+            inputs.seed,
+            _array(out),
+            weights if need_weights else None,
+            stats if need_grad else None,
+            _array(slope_mean) if need_grad else None,
+            lists,
+            flags if need_grad else None,
+            1 if inputs.exact_alpha == 1.0 else _MAX_PASSES,
+            call.problem,
+            OPTIONS=call.options,
+            num_warps=call.blocks.warps,
+            num_stages=call.blocks.stages,
+        )
+    return buffers
+
+
+def _is_empty(inputs: Arguments) -> bool:
+    return not (inputs.query.numel() and inputs.key.numel() and inputs.value.numel())
+
+
+def attention_backward(
+    inputs: Arguments,
+    grad_out: Tensor,
+    grad_weights: Tensor | None,
+    stats: Tensor,
+    slope_mean: Tensor,
+    flags: Tensor,
+    need_alpha: bool,
+    need_bias: bool,
+    need_mask: bool,
+) -> tuple[Tensor, ...]:
+    """Run the backward kernels: gradients of query, key, value, alpha, bias and mask as `backward_buffers` has them."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+    if _is_empty(inputs):
+        buffers = backward_buffers(inputs, need_alpha, need_bias, need_mask)
+        return tuple(buffer.zero_() for buffer in buffers)
+    call = _Launch(inputs, need_alpha)
+    n_q, n_k = call.problem.n_q, call.problem.n_k
+    grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    grad_alpha = torch.empty_like(delta) if need_alpha else None
+    launch = {"num_warps": call.blocks.backward_warps, "num_stages": call.blocks.backward_stages}
+    shared = (_array(grad_out), _array(grad_weights), stats)
+    with _on_device(query):
+        lists, counts = _compact(flags, n_q, n_k, by_query=True)
+        backward._entmax_attention_bwd_query_kernel[(n_q * call.planes,)](
+            *call.operands, *call.terms, inputs.seed, *shared, _array(slope_mean), lists, counts,
+            _array(grad_query), grad_alpha, delta, call.problem, OPTIONS=call.options, **launch,
+        )  # fmt: skip
+        lists, counts = _compact(flags, n_q, n_k, by_query=False)
+        backward._entmax_attention_bwd_key_kernel[(n_k * batch * key.shape[1],)](
+            *call.operands, *call.terms, inputs.seed, *shared, delta, lists, counts,
+            _array(grad_key), _array(grad_value), call.problem, OPTIONS=call.options, **launch,
+        )  # fmt: skip
+        added = []
+        for tensor, needed in ((inputs.bias, need_bias), (inputs.mask, need_mask)):
+            if not needed or tensor is None:
+                added.append(query.new_empty(0))
+                continue
+            lead = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+            planes = lead[:2]
+            grad = torch.empty((*planes, queries, keys), dtype=torch.float32, device=query.device)
+            backward._entmax_attention_bwd_bias_kernel[(planes[0] * planes[1] * n_q * n_k,)](
+                *call.operands, *call.terms, inputs.seed, *shared, delta, flags,
+                grad, *planes, call.problem, OPTIONS=call.options, **launch,
+            )  # fmt: skip
+            added.append(grad.sum_to_size(tensor.shape).to(tensor.dtype))
+    alphas = grad_alpha.sum((0, 2)) if grad_alpha is not None else query.new_empty(0)
+    return grad_query, grad_key, grad_value, alphas, added[0], added[1]
+
+
+def _compact(flags: Tensor, n_q: int, n_k: int, *, by_query: bool) -> tuple[Tensor, Tensor]:
+    """The flagged blocks of each block of queries (or keys) as a list and its length."""
+    batch, heads = flags.shape[:2]
+    outer, inner, strides = (n_q, n_k, (n_k, 1)) if by_query else (n_k, n_q, (1, n_k))
+    lists = torch.empty((batch, heads, outer, inner), dtype=torch.int32, device=flags.device)
+    counts = torch.empty((batch, heads, outer), dtype=torch.int32, device=flags.device)
+    backward._compact_flags_kernel[(batch * heads * outer,)](
+        flags, *strides, lists, counts, outer, inner, BLOCK=min(1024, padded(inner))
+    )
+    return lists, counts
+
+
+def rows_forward(scores: Tensor, alpha: Tensor, mask: Tensor | None, exact_alpha: float) -> tuple[Tensor, Tensor]:
+    """Run the row mapping: ``probs`` and the row statistics ``[n_rows, 5]``."""
+    n_rows, n_cols = scores.shape
+    probs = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    stats = torch.zeros((n_rows, 5), dtype=torch.float32, device=scores.device)
+    if scores.numel():
+        block_rows, block_cols = row_blocks(n_cols)
+        with _on_device(scores):
+            rows._entmax_rows_fwd_kernel[(-(-n_rows // block_rows),)](
+                *_row_operands(scores, alpha, mask), probs, stats, _floor(scores), n_rows, n_cols,
+                1 if exact_alpha == 1.0 else _MAX_PASSES,
+                ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,
+            )  # fmt: skip
+    return probs, stats
+
+
+def rows_backward(
+    grad: Tensor,
+    scores: Tensor,
+    alpha: Tensor,
+    mask: Tensor | None,
+    stats: Tensor,
+    exact_alpha: float,
+    need_alpha: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the row mapping in the scores and, per row, in alpha (empty where not needed)."""
+    n_rows, n_cols = scores.shape
+    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    grad_alpha = torch.zeros(n_rows, dtype=torch.float32, device=scores.device) if need_alpha else None
+    if scores.numel():
+        block_rows, block_cols = row_blocks(n_cols)
+        with _on_device(scores):
+            rows._entmax_rows_bwd_kernel[(-(-n_rows // block_rows),)](
+                *_row_operands(scores, alpha, mask), (grad, *grad.stride()), stats, grad_scores, grad_alpha,
+                _floor(scores), n_rows, n_cols,
+                ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,
+            )  # fmt: skip
+    return grad_scores, scores.new_empty(0) if grad_alpha is None else grad_alpha
+
+
+def _row_operands(scores: Tensor, alpha: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any]:
+    byte_mask = _expanded(mask, tuple(scores.shape))
+    return (
+        (scores, *scores.stride()),
+        None if byte_mask is None else (byte_mask, *byte_mask.stride()),
+        (alpha, *alpha.stride()),
+    )

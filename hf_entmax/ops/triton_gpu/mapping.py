@@ -1,0 +1,215 @@
+r"""The mapping on the device: weights, the step of the threshold, the derivative in alpha.
+
+Notation, with ``u = alpha - 1`` and scores centred by the maximum ``m`` of their row:
+
+    y = z - m - c,    w = 1 + u y,    p = [w]_+ ** (1/u)   (exp(y) at u = 0),    s = p / w = p ** (2 - alpha)
+
+``c`` is the threshold of the row (``sum p = 1``) and lies in ``[0, (1 - n**-u)/u]`` for ``n`` allowed keys. Everything
+is float32 and elementwise, for tiles and columns of row values alike: shared by the attention kernels and the row mapping.
+
+Reference:
+    Peters, Niculae and Martins 2019, eq. 13 (the mapping) and prop. 1 (its Jacobian); Correia, Niculae and Martins
+    2019, prop. 1 (the derivative in alpha).
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportRedeclaration=false
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _is_compiled() -> None:
+    """Never launched: its type says whether this process compiles kernels or interprets them."""
+
+
+INTERPRETED = not isinstance(_is_compiled, triton.runtime.JITFunction)
+"""True when ``TRITON_INTERPRET=1`` was set before Triton was imported: the kernels then run in numpy on CPU tensors."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+# Finite, so that products with u = 0 stay finite; scores below half of finfo(float32).min count as masked.
+MASKED = tl.constexpr(-3.0e38)
+MASKED_BELOW = tl.constexpr(-1.7014117e38)
+# Below this u the plain derivative in alpha, which divides differences by u**2, loses too many digits.
+SMALL_U = tl.constexpr(0.125)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Mapping(NamedTuple):
+    """The mapping of one head: ``u`` = alpha - 1, ``inv_u`` = 1/u (1e30 at 0), ``small``: u < SMALL_U somewhere."""
+
+    u: Any
+    inv_u: Any
+    small: Any
+    ALPHA: tl.constexpr
+
+
+@triton.jit
+def make_mapping(alpha, lowest_alpha, ALPHA: tl.constexpr):
+    """``Mapping`` for ``alpha``, a scalar or a tensor (below 1 counts as 1), of which ``lowest_alpha`` is the least."""
+    u = tl.maximum(alpha - 1.0, 0.0)
+    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U, ALPHA)
+
+
+@triton.jit
+def fast_log2(x):
+    """Base-2 logarithm of positive ``x`` by the hardware's instruction: absolute error 2**-22."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log1p_ratio(x):
+    """``log(1 + x) / x`` for ``x > -1``; an arctanh series near 0 (relative error below 1e-8 there)."""
+    t = x / (2.0 + x)
+    t2 = t * t
+    series = 2.0 / (2.0 + x) * (1.0 + t2 * (1.0 / 3 + t2 * (1.0 / 5 + t2 * (1.0 / 7 + t2 * (1.0 / 9)))))
+    near = tl.abs(x) < 0.25
+    far = tl.where(near, 1.0, x)
+    return tl.where(near, series, tl.log(1.0 + far) / far)
+
+
+@triton.jit
+def expm1_ratio(x):
+    """``(exp(x) - 1) / x``."""
+    series = 1.0 + x * (
+        1.0 / 2 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x * (1.0 / 5040 + x / 40320)))))
+    )
+    near = tl.abs(x) < 0.5
+    far = tl.where(near, 1.0, x)
+    return tl.where(near, series, (tl.exp(far) - 1.0) / far)
+
+
+@triton.jit
+def expq(y, mapping):
+    """``p``, ``s = p / w``, ``s / w`` and ``log p`` (0 off the support), for ``y <= 0``. The unused cost nothing.
+
+    ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where 1/u magnifies the rounding of ``1 + x``, it is
+    ``y`` times a polynomial in ``x`` (Chebyshev, relative error 1.4e-8), which at u = 0 is ``y log2(e)``; elsewhere the
+    error of the logarithm costs ``p`` at most 5e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
+    """
+    if mapping.ALPHA == 1.0:
+        p = tl.exp2(y * _LOG2_E)
+        return p, p, p, tl.where(p == 0.0, 0.0, y)
+    x = mapping.u * y
+    w = 1.0 + x
+    off = w <= 0.0
+    safe = tl.where(off, 1.0, w)
+    if mapping.ALPHA == 1.5:
+        s = tl.where(off, 0.0, w)
+        return s * s, s, tl.where(off, 0.0, 1.0), 2.0 * _LN_2 * fast_log2(safe)
+    if mapping.ALPHA == 2.0:
+        s = tl.where(off, 0.0, 1.0)
+        return tl.where(off, 0.0, w), s, s / safe, _LN_2 * fast_log2(safe)
+    near = y * (
+        1.4426950604177182
+        + x * (-0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324)))
+    )
+    exponent = tl.where(x > -0.125, near, fast_log2(safe) * mapping.inv_u)
+    # 2**-200 is 0 already; without a limit, masked entries would meet 0 * inf in the powers of w.
+    exponent = tl.maximum(exponent, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.where(off, 0.0, tl.exp2(exponent))
+    inv_w = tl.exp2(-mapping.u * exponent)
+    s = p * inv_w
+    return p, s, s * inv_w, exponent * _LN_2
+
+
+@triton.jit
+def largest_threshold(n_keys, u):
+    """The upper end of the bracket of the centred threshold, ``(1 - n**-u) / u``; ``log n`` at ``u = 0``."""
+    log_n = tl.log(n_keys.to(tl.float32))
+    return log_n * expm1_ratio(-u * log_n)
+
+
+@triton.jit
+def threshold_step(c, low, high, total, slope, curvature, n_passes, u):
+    r"""One bracketed Halley step for ``sum p = 1`` on ``F(c) = (sum p)**u - 1``, row by row.
+
+    ``F`` is a p-norm of ``[w]_+`` less 1, hence convex and decreasing for ``u <= 1``; it is linear when all entries on
+    the support are equal, and its limit at ``u = 0`` is ``u log sum p``, linear again. The Newton step is
+    ``log(S) * phi(-u log S) * S / D`` with ``phi(x) = expm1(x)/x``; Halley divides it by ``1 - k``, ``k`` clamped to
+    ``|k| <= 1/2`` as entries next to the threshold make the third sum noisy. Steps out of the bracket, and
+    every other step for ``u > 1`` where ``F`` is not convex, are bisections.
+
+    ``c`` and its bracket ``low``, ``high``; ``total``, ``slope``, ``curvature``: ``S = sum p``, ``D = sum s`` and
+    ``E = sum s / w`` at ``c``; ``n_passes`` made so far. Gives the next ``c, low, high``, and whether each row should
+    have another pass (never for NaN or empty rows).
+    """
+    log_total = tl.log(tl.maximum(total, 1e-30))
+    relative = log_total * expm1_ratio(tl.minimum(-u * log_total, 80.0))
+    inv_slope = 1.0 / tl.where(slope > 0.0, slope, 1.0)
+    k = 0.5 * relative * (1.0 - u) * (total * curvature * inv_slope * inv_slope - 1.0)
+    k = tl.minimum(tl.maximum(k, -0.5), 0.5)
+    step = tl.where(slope > 0.0, relative * total * inv_slope / (1.0 - k), 0.0)
+    low = tl.where(total >= 1.0, tl.maximum(low, c), low)
+    high = tl.where(total < 1.0, tl.minimum(high, c), high)
+    proposal = c + step
+    # Halley converges cubically: an error of 1e-3 before the step is below the rounding of float32 after it.
+    wide = high - low > 1e-7 * (1.0 + high)
+    unfinished = (tl.abs(total - 1.0) > tl.where(u > 1.0, 1e-6, 1e-3)) & wide
+    outside = (proposal < low) | (proposal > high) | (slope <= 0.0) | (tl.where(u > 1.0, n_passes % 2, 0) == 1)
+    inside = tl.minimum(tl.maximum(proposal, low), high)
+    following = tl.where(outside & unfinished, 0.5 * (low + high), inside)
+    # NaN stays NaN, so that a NaN score shows in the output instead of being masked away.
+    following = tl.where(total == total, following, total)
+    return following, low, high, unfinished
+
+
+@triton.jit
+def log_slope(moment, mapping):
+    """``log(sum s) / u`` of a row from ``moment = -sum s y``; ``sum s = 1 + u moment``, so u = 0 is no special case."""
+    return moment * log1p_ratio(mapping.u * moment)
+
+
+@triton.jit
+def alpha_terms(p, s, log_p, g, row_log_slope, mapping):
+    """Four elementwise terms whose row sums give the derivative in alpha, see ``alpha_gradient``.
+
+    ``g``: dL/dp, any row constant taken off. ``row_log_slope``: see ``log_slope``.
+    """
+    if mapping.small:
+        scaled = tl.where(p > 0.0, -log_p - row_log_slope, 0.0)
+        x = mapping.u * scaled
+        series = 1.0 / 2 + x * (
+            1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x * (1.0 / 5040 + x * (1.0 / 40320)))))
+        )
+        far = tl.where(tl.abs(x) < 0.5, 1.0, x)
+        # (exp(x) - 1 - x) / x**2, and from it (exp(x) - 1) / x.
+        second = tl.where(tl.abs(x) < 0.5, series, ((tl.exp(x) - 1.0) / far - 1.0) / far)
+        first = 1.0 + x * second
+        second = p * scaled * scaled * second
+        return g * second, second, g * p * scaled * first, g * p
+    else:
+        return g * p, g * s, -g * p * log_p, g * 0.0
+
+
+@triton.jit
+def alpha_gradient(a, b, c, d, slope, entropy, mapping):
+    r"""dL/dalpha of a row from the row sums of ``alpha_terms``.
+
+    For ``u >= SMALL_U``, with ``pt = s / sum s``, ``h = -p log p``, ``H = sum h``:
+
+        dL/dalpha = (sum g p - sum g pt) / u**2 + (sum g h - H sum g pt) / u
+
+    Below, where that cancels, the same value through ``x_i = -u log p_i - log sum s`` and ``e2(x) = exp(x) - 1 - x``,
+    with sums divided by their powers of u so that u = 0 needs no case of its own:
+
+        dp_i/dalpha = -p_i [ e2(x_i)/u**2 - K + H expm1(x_i)/u ],     K = sum_j p_j e2(x_j)/u**2
+
+    Reference:
+        Correia, Niculae and Martins 2019, prop. 1.
+    """
+    if mapping.small:
+        return -(a - b * d + entropy * c)
+    else:
+        tilted = b / tl.where(slope > 0.0, slope, 1.0)
+        return (a - tilted) * mapping.inv_u * mapping.inv_u + (c - entropy * tilted) * mapping.inv_u

@@ -1,0 +1,565 @@
+"""The Triton kernels against the oracle, in Triton's interpreter on the CPU.
+
+`test_triton_gpu.py` runs this file in a process of its own, since TRITON_INTERPRET has to be set before anything imports Triton
+(torch.compile does). To run it alone: ``TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases.py``.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+from tolerances import ALPHAS, GRADIENT, assert_forward, assert_gradient, assert_half, relative_error
+
+from hf_entmax.ops import dense, reference
+from hf_entmax.ops.triton_gpu import attention, blocks, launch, row_mapping, tiles, unsupported
+
+assert isinstance(launch.forward._entmax_attention_fwd_kernel, triton.runtime.interpreter.InterpretedFunction)
+
+# Two tiles of 32 along either axis, the second of each incomplete.
+Q, K = 34, 41
+# One process runs the whole file: the random masks below must not depend on what was imported before.
+torch.manual_seed(0)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Fill every uninitialised tensor with NaN (or a wild index), so that an element nobody wrote is noticed."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:
+                return tensor
+            if tensor.dtype == torch.bool:
+                return tensor.fill_(True)
+            return tensor.fill_(
+                float("nan") if tensor.is_floating_point() else min(torch.iinfo(tensor.dtype).max, 2**29)
+            )
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def make(B=1, H=2, H_kv=None, T_q=Q, T_k=K, D=16, D_v=None, sharpness=2.0, dtype=torch.float32, alpha=(1.3, 1.75)):
+    query = (torch.randn(B, H, T_q, D) * sharpness).to(dtype)
+    key = torch.randn(B, H_kv or H, T_k, D).to(dtype)
+    # Values within one: an error of the output is then an average of errors of the weights.
+    value = (torch.rand(B, H_kv or H, T_k, D_v or D) * 2 - 1).to(dtype)
+    alphas = torch.tensor(alpha, dtype=torch.float32) if isinstance(alpha, tuple) else alpha
+    return query, key, value, alphas
+
+
+def leaves(*tensors):
+    return [t.detach().clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+def assert_close_gradient(actual, expected):
+    """As `assert_gradient`; a gradient that is 0 in exact arithmetic (one key, a sum over a row) has no scale of its own."""
+    if expected.abs().max() < 1e-9:
+        assert actual.abs().max() <= 1e-5
+    else:
+        assert_gradient(actual, expected)
+
+
+def compare(query, key, value, alpha, **options):
+    """Output and all gradients against the oracle; returns the output."""
+    query, key, value, alpha = leaves(query, key, value, alpha)
+    bias = options.get("position_bias")
+    if bias is not None:
+        bias = options["position_bias"] = bias.detach().clone().requires_grad_()
+    out, weights = attention(query, key, value, alpha, **options)
+    grad_out = torch.randn(out.shape)
+    out.backward(grad_out)
+    expected = reference.attention(query, key, value, alpha, grad_out=grad_out, **options)
+    assert weights is None
+    assert_forward(out, expected["out"])
+    assert_close_gradient(query.grad, expected["query"])
+    assert_close_gradient(key.grad, expected["key"])
+    assert_close_gradient(value.grad, expected["value"])
+    if isinstance(alpha, torch.Tensor):
+        assert_close_gradient(alpha.grad, expected["alpha"])
+    if bias is not None:
+        assert_close_gradient(bias.grad, expected["scores"].sum_to_size(bias.shape))
+    return out
+
+
+def _keys(*lengths, T_k=K, left=False):
+    position = torch.arange(T_k)
+    return torch.stack([position >= T_k - n if left else position < n for n in lengths])
+
+
+def _holes():
+    mask = torch.rand(2, K) > 0.4
+    mask[1, 10:35] = False
+    return mask
+
+
+def _additive(*shape):
+    mask = torch.randn(shape)
+    mask[..., 3:20] = torch.finfo(torch.float32).min
+    mask[..., 25:40:2] = -torch.inf
+    return mask
+
+
+SITUATIONS = {
+    "plain": ({}, {}),
+    "causal": ({"T_q": K}, {"is_causal": True}),
+    "causal, a prefix of the keys is cached": ({}, {"is_causal": True}),
+    "causal, more queries than keys": ({"T_q": K, "T_k": 20}, {"is_causal": True}),
+    "causal window": ({"T_q": K}, {"is_causal": True, "sliding_window": 9}),
+    "window without causality": ({"T_q": K}, {"sliding_window": 20}),
+    "window of one": ({"T_q": Q, "T_k": Q}, {"is_causal": True, "sliding_window": 1}),
+    "softcap": ({"sharpness": 6.0}, {"softcap": 3.0, "is_causal": True}),
+    "large softcap": ({}, {"softcap": 50.0}),
+    "scaling": ({}, {"scaling": 0.7}),
+    "right padding": ({"B": 3}, {"key_padding_mask": _keys(K, 33, 5)}),
+    "left padding": ({"B": 3}, {"key_padding_mask": _keys(K, 33, 5, left=True), "is_causal": True}),
+    "padding with holes": ({"B": 2}, {"key_padding_mask": _holes()}),
+    "a sequence of padding": ({"B": 2}, {"key_padding_mask": _keys(K, 0)}),
+    "bool mask": ({"B": 2}, {"attention_mask": torch.rand(2, 1, Q, K) > 0.5}),
+    "bool mask per key": ({}, {"attention_mask": torch.rand(K) > 0.5}),
+    "additive mask": ({"B": 2}, {"attention_mask": _additive(2, 1, Q, K)}),
+    "additive mask per head": ({}, {"attention_mask": _additive(2, 1, K)}),
+    "half-precision mask": ({}, {"attention_mask": _additive(Q, K).clamp(min=-65504).half()}),
+    "T5": ({"B": 2, "sharpness": 0.5}, {"position_bias": torch.randn(1, 2, Q, K), "scaling": 1.0}),
+    "T5, masked bias": ({"B": 2}, {"position_bias": torch.randn(1, 2, Q, 1) + _additive(2, 1, Q, K)}),
+    "bias shared by heads": ({"B": 2}, {"position_bias": torch.randn(2, 1, Q, K), "is_causal": True}),
+    "bias per key": ({"B": 2}, {"position_bias": torch.randn(2, 1, K), "key_padding_mask": _keys(K, 33)}),
+    "bias of one number": ({}, {"position_bias": torch.randn(1, 1, 1, 1)}),
+    "bias, mask, softcap": (
+        {"B": 2, "H": 2, "H_kv": 1},
+        {"position_bias": torch.randn(2, Q, K), "attention_mask": _additive(2, 1, 1, K), "softcap": 4.0},
+    ),
+    "grouped queries": ({"B": 2, "H": 4, "H_kv": 2, "alpha": (1.0, 1.2, 1.5, 2.0)}, {"is_causal": True}),
+    "one head for all": ({"H": 3, "H_kv": 1, "alpha": (1.1, 1.5, 1.9)}, {"is_causal": True}),
+    "decoding": ({"B": 2, "T_q": 1, "H": 4, "H_kv": 1, "alpha": (1.0, 1.2, 1.5, 2.0)}, {"is_causal": True}),
+    "one key": ({"T_q": 3, "T_k": 1}, {}),
+    "head dimension 80": ({"D": 80, "sharpness": 1.0}, {}),
+    "head dimension 1": ({"D": 1}, {"is_causal": True}),
+    "head dimension 256": ({"T_q": 18, "T_k": 20, "D": 256, "sharpness": 1.0}, {}),
+    "wider keys than values": ({"D": 96, "D_v": 24, "H": 1, "alpha": (1.4,)}, {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_against_oracle(name):
+    shape, options = SITUATIONS[name]
+    compare(*make(**shape), **options)
+
+
+@pytest.mark.parametrize("alpha", [a for a in ALPHAS if a <= 2] + [1.1249, 1.1251, 1.9])
+def test_every_alpha(alpha):
+    """Flat rows and sharp ones; 1.125 is the seam between the two forms of the derivative in alpha."""
+    query, key, value, _ = make(H=1, T_q=20, alpha=(alpha,), sharpness=4.0)
+    query[:, :, :10] *= 0.08
+    compare(query, key, value, torch.tensor([alpha]))
+
+
+@pytest.mark.parametrize("alpha", [2.5, 4.0])
+def test_alpha_above_two_is_as_good_as_the_torch_path(alpha):
+    """The mapping has infinite slope at its threshold there: float32 itself is the limit, so torch's error is the measure."""
+    inputs = make(H=1, T_q=20, alpha=(alpha,), sharpness=1.0)
+    oracle = reference.attention(*inputs)["out"]
+    plain = dense.attention(*inputs)[0]
+    error = (attention(*inputs)[0] - oracle).abs().max()
+    assert error <= 4 * (plain - oracle).abs().max() + 1e-5
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_float_alpha_is_the_tensor_alpha(alpha):
+    query, key, value, _ = make(H=2)
+    out = compare(query, key, value, alpha, is_causal=True)
+    assert_forward(attention(query, key, value, torch.full((2,), alpha), is_causal=True)[0], out)
+
+
+def test_float_alpha_without_a_special_case():
+    compare(*make(alpha=1.37))
+
+
+def test_alpha_one_is_softmax():
+    query, key, value, alpha = leaves(*make(T_q=K, alpha=(1.0, 1.0)))
+    out = attention(query, key, value, alpha, is_causal=True)[0]
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert_forward(out, plain)
+    grad_out = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (query, key, value), grad_out),
+        torch.autograd.grad(plain, (query, key, value), grad_out),
+        strict=True,
+    ):
+        assert_gradient(ours, theirs)
+
+
+def test_blocks_off_the_support_are_never_read():
+    """Values of key blocks that no query can reach are NaN: neither output nor gradients may notice."""
+    query, key, value, _ = make(T_q=64, T_k=160)
+    query[..., 0] = 40.0
+    key[..., 0] = 0.0
+    key[..., 64:128, 0] = -40.0
+    value[..., 64:128, :] = torch.nan
+    query, key, value, alpha = leaves(query, key, value, torch.tensor([1.3, 1.8]))
+    out = attention(query, key, value, alpha)[0]
+    grad_out = torch.randn_like(out)
+    out.backward(grad_out)
+    kept = [*range(64), *range(128, 160)]
+    expected = reference.attention(query, key[:, :, kept], value[:, :, kept], alpha, grad_out=grad_out)
+    assert_forward(out, expected["out"])
+    assert_gradient(query.grad, expected["query"])
+    assert_gradient(alpha.grad, expected["alpha"])
+    assert_gradient(key.grad[:, :, kept], expected["key"])
+    assert (key.grad[:, :, 64:128] == 0).all() and (value.grad[:, :, 64:128] == 0).all()
+
+
+def test_flags_are_the_support():
+    query, key, value, alpha = make(T_q=96, T_k=160, sharpness=8.0, alpha=(1.5, 2.0))
+    arguments = blocks.Arguments(query, key, value, alpha, None, None, None, None, 0.0, True, 0, 0.0, 0.25, 0.0)
+    flags = launch.attention_forward(arguments, False, True, True)[4]
+    cut = blocks.attention_blocks(96, 16, 16, torch.float32)
+    weights = reference.attention(query, key, value, alpha, is_causal=True)["weights"]
+    tiles_of = (weights > 1e-12).unflatten(3, (-1, cut.cols)).unflatten(2, (-1, cut.rows)).any(5).any(3)
+    assert torch.equal(flags.bool(), tiles_of)
+    assert not tiles_of.all() and tiles_of.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    inputs = make(T_q=K, T_k=130, D=32, dtype=dtype, alpha=(1.2, 1.7))
+    query, key, value, alpha = leaves(*inputs)
+    out = attention(query, key, value, alpha, is_causal=True)[0]
+    grad_out = torch.randn_like(out)
+    out.backward(grad_out)
+    plain = leaves(*inputs)
+    plain_out = dense.attention(*plain, is_causal=True)[0]
+    plain_out.backward(grad_out)
+    expected = reference.attention(*inputs, is_causal=True, grad_out=grad_out)
+    assert out.dtype == dtype and query.grad.dtype == dtype and alpha.grad.dtype == torch.float32
+    assert_half(out, plain_out, expected["out"])
+    for name, ours, theirs in zip(("query", "key", "value", "alpha"), (query, key, value, alpha), plain, strict=True):
+        assert_half(ours.grad.to(dtype), theirs.grad.to(dtype), expected[name])
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.6])
+def test_weights_and_their_gradient(alpha):
+    query, key, value, alphas = leaves(*make(T_q=20, alpha=(alpha, 1.4)))
+    out, weights = attention(query, key, value, alphas, is_causal=True, need_weights=True)
+    assert_forward(weights, reference.attention(query, key, value, alphas, is_causal=True)["weights"])
+    targets = torch.randn_like(out), torch.randn_like(weights)
+    ours = torch.autograd.grad((out, weights), (query, key, value, alphas), targets)
+    doubles = [t.detach().double().requires_grad_() for t in (query, key, value, alphas)]
+    results = dense.attention(*doubles, is_causal=True, need_weights=True)
+    theirs = torch.autograd.grad(results, doubles, [t.double() for t in targets])
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert_gradient(actual, expected)
+    # The weights alone: no gradient reaches the output.
+    _, weights = attention(query, key, value, alphas, is_causal=True, need_weights=True)
+    (only,) = torch.autograd.grad(weights, query, targets[1])
+    _, weights = dense.attention(*doubles, is_causal=True, need_weights=True)
+    assert_gradient(only, torch.autograd.grad(weights, doubles[0], targets[1].double())[0])
+
+
+def test_dropout_is_the_same_in_the_backward_pass():
+    query, key, value, alpha = leaves(*make(B=2, H=2, H_kv=1, sharpness=0.5))
+    bias = torch.randn(1, 2, Q, K, requires_grad=True)
+    torch.manual_seed(3)
+    out, weights = attention(query, key, value, alpha, position_bias=bias, dropout=0.3, need_weights=True)
+    torch.manual_seed(3)
+    again = attention(query, key, value, alpha, position_bias=bias, dropout=0.3)[0]
+    assert torch.equal(out, again)
+    assert not torch.equal(out, attention(query, key, value, alpha, position_bias=bias, dropout=0.3)[0])
+
+    # What is dropped depends on place and seed alone: softmax, which is nowhere 0, shows it.
+    torch.manual_seed(3)
+    kept = attention(query, key, value, 1.0, dropout=0.3, need_weights=True)[1] > 0
+    assert 0.67 < kept.float().mean() < 0.73
+    doubles = [t.detach().double().requires_grad_() for t in (query, key, value, alpha)]
+    wide_bias = bias.detach().double().requires_grad_()
+    _, plain = dense.attention(*doubles, position_bias=wide_bias, need_weights=True)
+    dropped = plain * kept / 0.7
+    assert_forward(weights, dropped)
+    expected_out = dropped @ doubles[2].repeat_interleave(2, 1)
+    assert_forward(out, expected_out)
+    grad_out = torch.randn_like(out)
+    ours = torch.autograd.grad(again, (query, key, value, alpha, bias), grad_out)
+    theirs = torch.autograd.grad(expected_out, (*doubles, wide_bias), grad_out.double())
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert_gradient(actual, expected)
+
+
+@triton.jit
+def _dropout_kernel(out, seed, plane, first_row, dropout, N: tl.constexpr):
+    rows = first_row + tl.arange(0, N)
+    cols = tl.arange(0, N)
+    factor = tiles.dropout_factor(seed, plane, rows[:, None], cols[None, :], dropout)
+    tl.store(out + tl.arange(0, N)[:, None] * N + cols[None, :], factor)
+
+
+def test_dropout_of_far_rows_and_heads_differs():
+    """Counters are not products of lengths: nothing repeats where such a product would pass 2**32."""
+    masks = []
+    for plane, first_row in ((0, 0), (1, 0), (0, 2**16), (2**16, 0), (0, 2**30)):
+        out = torch.empty(64, 64)
+        _dropout_kernel[(1,)](out, 12345, plane, first_row, 0.5, N=64)
+        assert set(out.unique().tolist()) == {0.0, 2.0} and 0.45 < (out > 0).float().mean() < 0.55
+        masks.append(out)
+    for i, first in enumerate(masks):
+        for second in masks[:i]:
+            assert 0.4 < (first == second).float().mean() < 0.6
+
+
+@triton.jit
+def _offset_kernel(array, out, batch, head, row, N: tl.constexpr):
+    moved = tiles.select(array, batch.to(tl.int64), head.to(tl.int64))
+    offsets, _ = tiles._row_offsets(moved, row + tl.arange(0, N), 2**30, N, N)
+    base = (moved.pointer.to(tl.int64) - array.pointer.to(tl.int64)) // 4
+    tl.store(out + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :], base + offsets)
+
+
+def test_offsets_beyond_32_bits():
+    out = torch.empty(16, 16, dtype=torch.int64)
+    strides = 2**33, 2**20, 2**17, 2**3
+    _offset_kernel[(1,)](tiles.Array(torch.empty(1), *strides), out, 3, 5, 2**20, N=16)
+    rows, cols = torch.arange(16)[:, None] + 2**20, torch.arange(16)[None, :]
+    assert torch.equal(out, 3 * strides[0] + 5 * strides[1] + rows * strides[2] + cols * strides[3])
+    assert out.max() > 2**37
+
+
+def test_layouts():
+    """Transposed, sliced, expanded and overlapping inputs give what their contiguous copies give."""
+    wide = torch.randn(2, Q, 2, 48)
+    query = wide[..., ::3].transpose(1, 2)
+    key = torch.randn(1, 2, 16, K).transpose(2, 3).expand(2, -1, -1, -1)
+    value = torch.randn(2, K, 1, 16).transpose(1, 2).expand(-1, 2, -1, -1)
+    alpha = torch.tensor(1.4).expand(2)
+    bias = torch.randn(K, Q).t()[None, None]
+    assert not any(t.is_contiguous() for t in (query, key, value, bias))
+    expected = compare(query.contiguous(), key.contiguous(), value.contiguous(), alpha.contiguous())
+    assert torch.equal(attention(query, key, value, alpha)[0], expected)
+    mask = (torch.rand(2, K, Q) > 0.3).transpose(1, 2)[:, None]
+    inputs = [t.requires_grad_() for t in (wide, key, value, bias.clone())]
+    out = attention(wide[..., ::3].transpose(1, 2), key, value, alpha, position_bias=inputs[3], attention_mask=mask)[0]
+    # The gradient of a sum is one number expanded.
+    out.sum().backward()
+    oracle = reference.attention(
+        query, key, value, alpha, position_bias=bias, attention_mask=mask, grad_out=torch.ones_like(out)
+    )
+    assert_gradient(wide.grad[..., ::3].transpose(1, 2), oracle["query"])
+    assert_gradient(inputs[3].grad, oracle["scores"].sum((0, 1), keepdim=True))
+
+
+@pytest.mark.parametrize("shape", [{"B": 0}, {"T_q": 0}, {"T_k": 0}, {"D_v": 0}])
+def test_nothing_to_do(shape):
+    shape = {"B": 2, "H": 2, "T_q": 5, "T_k": 6, "D": 16, "D_v": 16, **shape}
+    query = torch.randn(shape["B"], 2, shape["T_q"], 16, requires_grad=True)
+    key = torch.randn(shape["B"], 2, shape["T_k"], 16, requires_grad=True)
+    value = torch.randn(shape["B"], 2, shape["T_k"], shape["D_v"], requires_grad=True)
+    alpha = torch.tensor([1.3, 1.6], requires_grad=True)
+    bias = torch.randn(1, 2, shape["T_q"], shape["T_k"], requires_grad=True)
+    if shape["D_v"] == 0:
+        assert "value" in unsupported(query, key, value, alpha)
+        return
+    out, weights = attention(query, key, value, alpha, position_bias=bias, need_weights=True)
+    assert out.shape == (shape["B"], 2, shape["T_q"], 16) and (out == 0).all() and (weights == 0).all()
+    out.sum().backward()
+    for leaf in (query, key, value, alpha, bias):
+        assert leaf.grad.shape == leaf.shape and (leaf.grad == 0).all()
+
+
+def test_rows_without_a_key_are_zero():
+    query, key, value, alpha = leaves(*make(B=2, T_q=K, T_k=20, alpha=(1.0, 2.5)))
+    out = attention(query, key, value, alpha, is_causal=True, key_padding_mask=_keys(20, 11, T_k=20))[0]
+    assert (out[:, :, :21] == 0).all() and out[:, :, 21:].abs().sum() > 0
+    out.square().sum().backward()
+    assert (query.grad[:, :, :21] == 0).all()
+    for leaf in (query, key, value, alpha):
+        assert torch.isfinite(leaf.grad).all()
+
+
+def test_nan_is_seen_and_stays_in_its_row():
+    query, key, value, alpha = make(B=2)
+    clean = attention(query, key, value, alpha)[0]
+    query[0, 1, 7, 3] = torch.nan
+    out = attention(query, key, value, alpha)[0]
+    assert out[0, 1, 7].isnan().all()
+    out[0, 1, 7] = clean[0, 1, 7]
+    assert torch.equal(out, clean)
+    # A masked key may hold anything.
+    query, key, value, alpha = make(B=2)
+    mask = _keys(K, 33)
+    clean = attention(query, key, value, alpha, key_padding_mask=mask)[0]
+    key[1, :, 36] = torch.nan
+    assert torch.equal(attention(query, key, value, alpha, key_padding_mask=mask)[0], clean)
+    # A visible one shows.
+    key[1, :, 20] = torch.nan
+    assert attention(query, key, value, alpha, key_padding_mask=mask)[0][1].isnan().all()
+
+
+def test_offsets_of_a_row_do_not_matter():
+    query, key, value, alpha = make()
+    bias = torch.randint(-3, 4, (1, 2, Q, K)).float()
+    scores_in_integers = {"scaling": 0.0}
+    clean = attention(query, key, value, alpha, position_bias=bias, **scores_in_integers)[0]
+    shifted = attention(query, key, value, alpha, position_bias=bias + 2.0**20, **scores_in_integers)[0]
+    assert torch.equal(clean, shifted)
+
+
+def test_the_same_bits_every_time():
+    def run():
+        torch.manual_seed(5)
+        inputs = leaves(*make(B=2, H=2, H_kv=1))
+        bias = torch.randn(1, 2, Q, K, requires_grad=True)
+        out = attention(*inputs, position_bias=bias, dropout=0.2)[0]
+        return out, *torch.autograd.grad(out.square().sum(), (*inputs, bias))
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_float_mask_has_a_gradient():
+    query, key, value, alpha = make(B=2)
+    mask = torch.randn(2, 1, Q, K, requires_grad=True)
+    bias = torch.randn(1, 2, Q, K, requires_grad=True)
+    grad_out = torch.randn(2, 2, Q, 16)
+    attention(query, key, value, alpha, attention_mask=mask, position_bias=bias)[0].backward(grad_out)
+    scores = reference.attention(query, key, value, alpha, attention_mask=mask, position_bias=bias, grad_out=grad_out)[
+        "scores"
+    ]
+    assert_gradient(mask.grad, scores.sum(1, keepdim=True))
+    assert_gradient(bias.grad, scores.sum(0, keepdim=True))
+
+
+def test_operators_are_well_formed():
+    inputs = leaves(*make(T_q=5, T_k=6))
+    bias = torch.randn(1, 2, 5, 6, requires_grad=True)
+    mask = torch.rand(1, 6) > 0.2
+    flags = (1.0 * 0, True, 7, 5.0, 0.25, 0.0, True, True, True)
+    torch.library.opcheck(torch.ops.hf_entmax.triton_attention.default, (*inputs, None, bias, mask, None, *flags))
+    torch.library.opcheck(
+        torch.ops.hf_entmax.triton_entmax_rows.default,
+        (torch.randn(9, 12, requires_grad=True), torch.rand(9, requires_grad=True), torch.rand(9, 12) > 0.3, 0.0),
+    )
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+
+    def step(query, key, value, alpha, bias):
+        out, weights = attention(query, key, value, alpha, position_bias=bias, is_causal=True, need_weights=True)
+        return out * 2 + weights.sum(-1, keepdim=True)
+
+    inputs = leaves(*make(B=2, H_kv=1), torch.randn(1, 2, Q, K))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    expected = step(*inputs)
+    grad_out = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, grad_out)
+    actual = compiled(*inputs)
+    assert torch.equal(actual, expected)
+    for ours, theirs in zip(torch.autograd.grad(actual, inputs, grad_out), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), expected)
+
+
+def test_other_ways_to_call():
+    inputs = leaves(*make())
+    out = attention(*inputs)[0]
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, grad_out)
+    # Gradient checkpointing, torch.func.grad.
+    again = checkpoint(lambda *t: attention(*t)[0], *inputs, use_reentrant=False)
+    for ours, theirs in zip(torch.autograd.grad(again, inputs, grad_out), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    functional = torch.func.grad(lambda *t: (attention(*t)[0] * grad_out).sum(), argnums=(0, 1, 2, 3))(*inputs)
+    for ours, theirs in zip(functional, expected, strict=True):
+        assert_gradient(ours, theirs)
+    # Autocast lowers as it does torch's own attention.
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = attention(*inputs)[0]
+    assert lowered.dtype == torch.bfloat16
+    assert torch.equal(lowered, attention(*(t.bfloat16() for t in inputs[:3]), inputs[3])[0])
+    # Merging the heads must not copy.
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_no_gradient_of_the_gradient():
+    query, key, value, alpha = leaves(*make())
+    (gradient,) = torch.autograd.grad(attention(query, key, value, alpha)[0].sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no gradients of gradients"):
+        torch.autograd.grad(gradient.sum(), query)
+
+
+def test_unsupported_names_the_argument():
+    query, key, value, alpha = make()
+    assert unsupported(query, key, value, alpha, attention_mask=None, is_causal=True, dropout=0.1) is None
+    assert unsupported(query, key, value, 1.5) is None
+    assert unsupported(query.double(), key, value, alpha).startswith("query: torch.float64")
+    assert unsupported(query, key.half(), value, alpha).startswith("key: torch.float16 differs")
+    assert unsupported(query, key, value.repeat(1, 1, 1, 17), alpha).startswith("value: head dimension 272")
+    assert unsupported(query.to("meta"), key, value, alpha).startswith("query: it is on meta")
+    assert unsupported(query, key, value, alpha.to("meta")).startswith("alpha: it is on meta")
+    wide = torch.zeros(Q, K, dtype=torch.float64)
+    assert unsupported(query, key, value, alpha, position_bias=wide).startswith("position_bias: float64")
+    assert unsupported(query, key, value, alpha, attention_mask=wide.bool().to("meta")).startswith("attention_mask:")
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1), (2, 2500), (70, 33)])
+def test_row_mapping(shape):
+    scores = (torch.randn(shape) * 2).requires_grad_()
+    alpha = torch.rand(shape[0]) + 1
+    alpha[0] = 1.0
+    alpha.requires_grad_()
+    mask = torch.rand(shape) > 0.3
+    mask[-1] = False
+    grad = torch.randn(shape)
+    probs = row_mapping(scores, alpha, mask=mask)
+    assert_forward(probs, reference.entmax(scores, alpha[:, None], mask=mask))
+    probs.backward(grad)
+    expected = [reference.entmax(row, a, mask=m) for row, a, m in zip(scores, alpha.tolist(), mask, strict=True)]
+    rows = [
+        (reference.jacobian(p, a) @ g.double(), reference.alpha_derivative(p, a) @ g.double())
+        for p, a, g in zip(expected, alpha.tolist(), grad, strict=True)
+    ]
+    assert_gradient(scores.grad, torch.stack([r[0] for r in rows]))
+    assert_gradient(alpha.grad, torch.stack([r[1] for r in rows]))
+
+
+def test_row_mapping_layouts_and_types():
+    scores = torch.randn(33, 20).t()
+    for alpha in (1.0, 1.5, 2.0, 1.2):
+        assert_forward(row_mapping(scores, alpha), reference.entmax(scores, alpha))
+    assert_forward(row_mapping(scores[:, ::2], 1.3), reference.entmax(scores[:, ::2], 1.3))
+    half = scores.half()
+    half[3, 4] = torch.finfo(torch.float16).min
+    probs = row_mapping(half, 1.3)
+    assert probs.dtype == torch.float16 and probs[3, 4] == 0
+    assert (probs.float() - reference.entmax(half, 1.3)).abs().max() < 1e-3
+    alpha = torch.tensor(1.4, requires_grad=True)
+    row_mapping(scores, alpha).square().sum().backward()
+    probs = reference.entmax(scores, 1.4)
+    assert alpha.grad.shape == ()
+    assert_gradient(alpha.grad, (2 * probs * reference.alpha_derivative(probs, 1.4)).sum())
+    assert row_mapping(torch.zeros(0, 5)).shape == (0, 5) and row_mapping(torch.zeros(5, 0)).shape == (5, 0)
+
+
+def test_row_mapping_errors():
+    scores = torch.randn(4, 5)
+    with pytest.raises(ValueError, match="n_rows, n_cols"):
+        row_mapping(scores[0])
+    with pytest.raises(TypeError, match="float64"):
+        row_mapping(scores.double())
+    with pytest.raises(TypeError, match="mask"):
+        row_mapping(scores, mask=torch.ones(4, 5))
+    with pytest.raises(ValueError, match="at least 1"):
+        row_mapping(scores, 0.5)
+    with pytest.raises(ValueError, match="must fit scores"):
+        row_mapping(scores, torch.ones(3))
