@@ -59,6 +59,12 @@ def mean_spread(rows: list[Row], column: str) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def with_spread(rows: list[Row], column: str) -> str:
+    """Mean and standard deviation over seeds, the mean alone for a single seed."""
+    mean, spread = mean_spread(rows, column)
+    return f"{mean:.3f} ± {spread:.3f}" if len(rows) > 1 else f"{mean:.3f}"
+
+
 def pick(rows: list[Row], **wanted: Any) -> list[Row]:
     """The rows with these values."""
     return [row for row in rows if all(row[k] == str(v) for k, v in wanted.items())]
@@ -146,13 +152,13 @@ def mulan_table(rows: list[Row]) -> str:
         groups = dict.fromkeys((r["setting"], r["empty_rows"], r["test_rows"], r["method"]) for r in part)
         for setting, empty, subset, method in sorted(groups, key=lambda g: (g[0] != "l2 tuned", *g[1:3])):
             runs = pick(part, setting=setting, empty_rows=empty, test_rows=subset, method=method)
-            micro, spread = mean_spread(runs, "micro_f1")
+            micro, _ = mean_spread(runs, "micro_f1")
             paper = PAPER[dataset].get(method.removesuffix(" support"))
             compared = "| | |" if paper is None else f"| {paper:.2f} | {micro - paper:+.3f} |"
             empties = {"ignore": "labelled rows", "extra_label": "all rows, extra label"}[empty]
             lines.append(
                 f"| {dataset} | {setting} | {empties if dataset == 'birds' else 'all rows'} | {subset} ({runs[0]['n_test']}) "
-                f"| {method} | {micro:.3f} ± {spread:.3f} {compared} {mean_spread(runs, 'macro_f1')[0]:.3f} | "
+                f"| {method} | {with_spread(runs, 'micro_f1')} {compared} {mean_spread(runs, 'macro_f1')[0]:.3f} | "
                 f"{mean_spread(runs, 'jsd')[0]:.3f} | {mean_spread(runs, 'support')[0]:.2f} | {len(runs)} |"
             )
     return "\n".join(lines) + "\n"
@@ -192,9 +198,8 @@ def text_tables(rows: list[Row]) -> str:
     lines = ["| output | micro-F1 | macro-F1 | JSD | nonzeros of the output | seeds |", "|---|---|---|---|---|---|"]
     for method in distinct(plain, "method"):
         runs = pick(plain, method=method)
-        micro, spread = mean_spread(runs, "micro_f1")
         others = " | ".join(f"{mean_spread(runs, c)[0]:.3f}" for c in ("macro_f1", "jsd", "support"))
-        lines.append(f"| `{method}` | {micro:.3f} ± {spread:.3f} | {others} | {len(runs)} |")
+        lines.append(f"| `{method}` | {with_spread(runs, 'micro_f1')} | {others} | {len(runs)} |")
     other = [row for row in rows if row not in plain]
     supports = ["| attention | nonzero weights per query | micro-F1 | seeds |", "|---|---|---|---|"]
     for setting in distinct(other, "setting"):
@@ -202,8 +207,7 @@ def text_tables(rows: list[Row]) -> str:
         sizes = [json.loads(run["chosen"])["attention_support"] for run in runs]
         fields = json.loads(setting)
         name = f"{fields['mapping']}, " + ", ".join(f"{k} = {v}" for k, v in fields["mapping_options"].items())
-        micro, spread = mean_spread(runs, "micro_f1")
-        supports.append(f"| {name} | {statistics.mean(sizes):.2f} | {micro:.3f} ± {spread:.3f} | {len(runs)} |")
+        supports.append(f"| {name} | {statistics.mean(sizes):.2f} | {with_spread(runs, 'micro_f1')} | {len(runs)} |")
     return "\n".join([*(lines if plain else []), "", *(supports if other else []), ""])
 
 
