@@ -276,7 +276,7 @@ def test_candidates_are_used_where_they_help_and_are_exact():
         torch.testing.assert_close(dense, oracle_probs(scores, alpha), atol=1e-11, rtol=0)
     assert solve_rows(scores, 0.01).columns is None
     # The best entries stand in the tail that does not fill a block.
-    scores[:, -2:] += 9.0
+    scores[:, -2:] = 9.0
     solution = solve_rows(scores, 0.5)
     assert set(solution.columns[solution.probs > 0].tolist()) == {40_001, 40_002}
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_entmax.losses.fenchel_young import reduce_losses
-from hf_entmax.losses.rows import RowLosses, compute_dtype, dense_residual, exact_dtype, row_losses, sparse_residual
+from hf_entmax.losses.rows import (
+    RowLosses,
+    compute_dtype,
+    dense_residual,
+    exact_dtype,
+    row_losses,
+    sparse_residual,
+    subtract_target_,
+)
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options
 
 # How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU.
@@ -73,9 +81,12 @@ class _Gradients:
                     self._add_constant(block, hidden, weight * (-smoothing / classes))
                 return
         solution = result.solution
-        solved = (solution.maximum, solution.shift, solution.scale)
-        residual = torch.empty(logits.shape, dtype=solution.maximum.dtype, device=logits.device)
-        dense_residual(logits, solved, u, target, weight, result.dead, smoothing, out=residual)
+        if solution.columns is None:
+            residual = subtract_target_(solution.probs.mul_(weight), target, weight, result.dead, smoothing)
+        else:
+            residual = torch.empty(logits.shape, dtype=solution.maximum.dtype, device=logits.device)
+            solved = (solution.maximum, solution.shift, solution.scale)
+            dense_residual(logits, solved, u, target, weight, result.dead, smoothing, out=residual)
         if capped is not None:
             residual.mul_(_softcap_slope(logits.to(residual.dtype), capped))
         self._add(block, hidden, residual, None)

@@ -179,17 +179,21 @@ def dense_residual(
     """
     maximum, shift, scale = solution
     wide = dense_probs(scores, maximum, shift, scale * weight, u, out if out.dtype == maximum.dtype else None)
-    if smoothing:
-        wide.sub_(weight * (smoothing / scores.shape[-1]))
-    if target.dim() == 1:
-        labels = torch.where(dead, 0, target)[:, None]
-        wide.scatter_add_(1, labels, -(1.0 - smoothing) * weight)
-    else:
-        wide.addcmul_(target.to(wide.dtype), weight, value=smoothing - 1.0)
-    if bool(dead.any()):
-        wide.masked_fill_(dead[:, None], 0.0)
+    subtract_target_(wide, target, weight, dead, smoothing)
     if wide is not out:
         out.copy_(wide)
+
+
+def subtract_target_(probs: Tensor, target: Tensor, weight: Tensor, dead: Tensor, smoothing: float) -> Tensor:
+    """``weight (p - q)`` from ``weight p``, in place; arguments as for :func:`dense_residual`."""
+    if smoothing:
+        probs.sub_(weight * (smoothing / probs.shape[-1]))
+    if target.dim() == 1:
+        labels = torch.where(dead, 0, target)[:, None]
+        probs.scatter_add_(1, labels, -(1.0 - smoothing) * weight)
+    else:
+        probs.addcmul_(target.to(probs.dtype), weight, value=smoothing - 1.0)
+    return probs.masked_fill_(dead[:, None], 0.0) if bool(dead.any()) else probs
 
 
 def _smoothed_entropy(

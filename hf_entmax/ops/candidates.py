@@ -149,7 +149,10 @@ def _bounded_below(scores: Tensor, maximum: Tensor, u: float | Tensor, block: in
     length = scores.shape[-1]
     blocks = scores[:, : length // block * block].unflatten(1, (-1, block))
     block_max = blocks.amax(-1).to(maximum.dtype) - maximum
-    bound = solve_shift(block_max, u, length=length)
+    # The tail that fills no block counts too: the bound needs a subset of the row that holds its maximum.
+    tail_max = scores[:, length // block * block :].amax(-1, keepdim=True) if length % block else maximum[:, :0]
+    tail_max = tail_max.to(maximum.dtype) - maximum[:, : tail_max.shape[1]]
+    bound = solve_shift(torch.cat((block_max, tail_max), dim=-1), u, length=length)
     inverse = 1.0 / u
     margin = 64 * torch.finfo(maximum.dtype).eps * (1.0 + bound + inverse + maximum.abs())
     return blocks, block_max, (bound - margin).clamp(min=0.0), bound - inverse - margin
