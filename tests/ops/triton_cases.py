@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-from tolerances import ALPHAS, GRADIENT, assert_forward, assert_gradient, assert_half, relative_error
+from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.ops import dense, reference
 from hf_entmax.ops.triton_gpu import attention, blocks, launch, row_mapping, tiles, unsupported
