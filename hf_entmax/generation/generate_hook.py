@@ -20,7 +20,7 @@ def install() -> None:
     if getattr(GenerationMixin, "_hf_entmax_hooked", False):
         return
     require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
-    original = GenerationMixin._get_logits_processor
+    original = GenerationMixin._get_logits_processor  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def install() -> None:
             processors.insert(_place(processors), EntmaxLogitsProcessor(alpha))
         return processors
 
-    GenerationMixin._get_logits_processor = get_logits_processor
+    GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]
     GenerationMixin._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 
