@@ -49,7 +49,7 @@ ALPHA_INIT = 1.5
 IRREGULAR_COPIES = 2
 BETAS = (0.9, 0.98)
 #: Of ``max_minutes``: when the softmax stage, and when fine-tuning, must be over. The rest is for measuring.
-BASE_UNTIL, FINE_TUNE_UNTIL = 0.45, 0.8
+BASE_UNTIL, FINE_TUNE_UNTIL = 0.42, 0.76
 #: Held-out questions on which attention is measured.
 ANALYSED = 512
 #: Held-out questions that are searched with certificates.
