@@ -61,5 +61,5 @@ elif case == "rows":
     scores = torch.randn(64, 300, requires_grad=True)
     triton_gpu.row_mapping(scores, torch.full((64,), 1.5, requires_grad=True), mask=scores > 0).sum().backward()
 for name, kernel in compiled.items():
-    ptx = kernel.asm["ptx"]
-    print(name, "wgmma" if "wgmma" in ptx else "plain", len(kernel.asm["cubin"]))
+    ptx, calls = kernel.asm["ptx"], kernel.asm["ttgir"].count("tt.call")
+    print(name, "wgmma" if "wgmma" in ptx else "plain", calls, len(ptx.splitlines()))

@@ -106,7 +106,7 @@ def _entmax_attention_bwd_query_kernel(
     terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
     grad_weights = select(grad_weights, batch, head)
     head_alpha = tl.load(alpha + head)
-    mapping = make_mapping(head_alpha, head_alpha, OPTIONS.ALPHA)
+    mapping = make_mapping(head_alpha, head_alpha)
     queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
     grads = load_rows(select(grad_out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
     means = load_rows(select(slope_mean, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
@@ -123,7 +123,7 @@ def _entmax_attention_bwd_query_kernel(
         for position in range(0, n_listed):
             first_col = tl.load(block_list + position) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
-            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping)
+            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             g = _weight_gradient(no_dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
             extra += tl.sum(s * g, 1)
         row_delta += extra / tl.where(slope == 0.0, 1.0, slope)
@@ -139,7 +139,7 @@ def _entmax_attention_bwd_query_kernel(
         first_col = tl.load(block_list + position) * OPTIONS.COLS
         keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping)
+        p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
         dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
         g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
         g -= row_delta[:, None]
@@ -209,7 +209,7 @@ def _entmax_attention_bwd_key_kernel(
         head_grad_weights = select(grad_weights, batch, head)
         terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
         head_alpha = tl.load(alpha + head)
-        mapping = make_mapping(head_alpha, head_alpha, OPTIONS.ALPHA)
+        mapping = make_mapping(head_alpha, head_alpha)
         block_list = lists + (plane * n_k + block) * problem.n_q
         for position in range(0, tl.load(counts + plane * n_k + block)):
             first_row = tl.load(block_list + position) * OPTIONS.ROWS
@@ -222,7 +222,7 @@ def _entmax_attention_bwd_key_kernel(
             z, score_slope = masked_scores(
                 dots, rows[None, :], cols[:, None], first_row, first_col, terms, problem, OPTIONS
             )
-            p, s, _, _ = expq(z - row_max[None, :] - c[None, :], mapping)
+            p, s, _, _ = expq(z - row_max[None, :] - c[None, :], mapping, OPTIONS.ALPHA)
             dots = dot(values, tl.trans(grads), no_dots, OPTIONS.PRECISION)
             small_plane = plane.to(tl.int32)
             g = _weight_gradient(
@@ -288,7 +288,7 @@ def _entmax_attention_bwd_bias_kernel(
             kv_head = head // problem.group
             terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
             head_alpha = tl.load(alpha + head)
-            mapping = make_mapping(head_alpha, head_alpha, OPTIONS.ALPHA)
+            mapping = make_mapping(head_alpha, head_alpha)
             queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
             grads = load_rows(select(grad_out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
             values = load_rows(select(value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
@@ -296,7 +296,7 @@ def _entmax_attention_bwd_bias_kernel(
             row_delta = tl.load(delta + plane * T_q + rows, mask=rows < T_q, other=0.0)
             head_key = select(key, batch, kv_head)
             _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, terms, problem, OPTIONS)
-            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping)
+            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
             g = _weight_gradient(
                 dots, select(grad_weights, batch, head), rows[:, None], cols[None, :], seed, plane.to(tl.int32),

@@ -62,7 +62,7 @@ def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.d
     widest = padded(max(head_dim, value_dim))
     if dtype.itemsize == 2:
         if widest <= 64:
-            blocks = Blocks(64, 64, 8, 3, 8, 2)
+            blocks = Blocks(64, 64, 4, 3, 4, 2)
         else:
             blocks = Blocks(64, 64, 8, 2, 8, 2) if widest <= 128 else Blocks(64, 32, 8, 2, 8, 1)
     elif widest <= 64:

@@ -82,7 +82,7 @@ def _entmax_attention_fwd_kernel(
     key, value = select(key, batch, kv_head), select(value, batch, kv_head)
     terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
     head_alpha = tl.load(alpha + head)
-    mapping = make_mapping(head_alpha, head_alpha, OPTIONS.ALPHA)
+    mapping = make_mapping(head_alpha, head_alpha)
     queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
     row_of_lists = (plane.to(tl.int64) * n_q + block) * n_k
     block_list = lists + row_of_lists
@@ -121,7 +121,7 @@ def _entmax_attention_fwd_kernel(
         for position in range(0, n_listed):
             index = tl.load(block_list + position)
             _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-            p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping)
+            p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             total += tl.sum(p, 1)
             slope += tl.sum(s, 1)
             curvature += tl.sum(e, 1)
@@ -147,7 +147,7 @@ def _entmax_attention_fwd_kernel(
         _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
         y = z - row_max[:, None] - c[:, None]
-        p, s, _, log_p = expq(y, mapping)
+        p, s, _, log_p = expq(y, mapping, OPTIONS.ALPHA)
         total += tl.sum(p, 1)
         if stats is not None:
             slope += tl.sum(s, 1)

@@ -46,14 +46,13 @@ class Mapping(NamedTuple):
     u: Any
     inv_u: Any
     small: Any
-    ALPHA: tl.constexpr
 
 
 @triton.jit
-def make_mapping(alpha, lowest_alpha, ALPHA: tl.constexpr):
+def make_mapping(alpha, lowest_alpha):
     """``Mapping`` for ``alpha``, a scalar or a tensor (below 1 counts as 1), of which ``lowest_alpha`` is the least."""
     u = tl.maximum(alpha - 1.0, 0.0)
-    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U, ALPHA)
+    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U)
 
 
 @triton.jit
@@ -90,37 +89,49 @@ def expm1_ratio(x):
 
 
 @triton.jit
-def expq(y, mapping):
+def expq(y, mapping, ALPHA: tl.constexpr):
     """``p``, ``s = p / w``, ``s / w`` and ``log p`` (0 off the support), for ``y <= 0``. The unused cost nothing.
+
+    ``ALPHA``: 1.0, 1.5 or 2.0 when alpha is that number by construction, else 0.0. It is an argument of its own, not a
+    part of ``mapping``, because a constant that a device function returns in a tuple is a constant no longer.
 
     ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where 1/u magnifies the rounding of ``1 + x``, it is
     ``y`` times a polynomial in ``x`` (Chebyshev, relative error 1.4e-8), which at u = 0 is ``y log2(e)``; elsewhere the
     error of the logarithm costs ``p`` at most 5e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
     """
-    if mapping.ALPHA == 1.0:
-        p = tl.exp2(y * _LOG2_E)
-        return p, p, p, tl.where(p == 0.0, 0.0, y)
     x = mapping.u * y
     w = 1.0 + x
     off = w <= 0.0
     safe = tl.where(off, 1.0, w)
-    if mapping.ALPHA == 1.5:
+    if ALPHA == 1.0:
+        p = tl.exp2(y * _LOG2_E)
+        s = p
+        curvature = p
+        log_p = tl.where(p == 0.0, 0.0, y)
+    elif ALPHA == 1.5:
         s = tl.where(off, 0.0, w)
-        return s * s, s, tl.where(off, 0.0, 1.0), 2.0 * _LN_2 * fast_log2(safe)
-    if mapping.ALPHA == 2.0:
+        p = s * s
+        curvature = tl.where(off, 0.0, 1.0)
+        log_p = 2.0 * _LN_2 * fast_log2(safe)
+    elif ALPHA == 2.0:
+        p = tl.where(off, 0.0, w)
         s = tl.where(off, 0.0, 1.0)
-        return tl.where(off, 0.0, w), s, s / safe, _LN_2 * fast_log2(safe)
-    near = y * (
-        1.4426950604177182
-        + x * (-0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324)))
-    )
-    exponent = tl.where(x > -0.125, near, fast_log2(safe) * mapping.inv_u)
-    # 2**-200 is 0 already; without a limit, masked entries would meet 0 * inf in the powers of w.
-    exponent = tl.maximum(exponent, -200.0, propagate_nan=tl.PropagateNan.ALL)
-    p = tl.where(off, 0.0, tl.exp2(exponent))
-    inv_w = tl.exp2(-mapping.u * exponent)
-    s = p * inv_w
-    return p, s, s * inv_w, exponent * _LN_2
+        curvature = s / safe
+        log_p = _LN_2 * fast_log2(safe)
+    else:
+        near = y * (
+            1.4426950604177182
+            + x * (-0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324)))
+        )
+        exponent = tl.where(x > -0.125, near, fast_log2(safe) * mapping.inv_u)
+        # 2**-200 is 0 already; without a limit, masked entries would meet 0 * inf in the powers of w.
+        exponent = tl.maximum(exponent, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        p = tl.where(off, 0.0, tl.exp2(exponent))
+        inv_w = tl.exp2(-mapping.u * exponent)
+        s = p * inv_w
+        curvature = s * inv_w
+        log_p = exponent * _LN_2
+    return p, s, curvature, log_p
 
 
 @triton.jit
@@ -176,6 +187,7 @@ def alpha_terms(p, s, log_p, g, row_log_slope, mapping):
 
     ``g``: dL/dp, any row constant taken off. ``row_log_slope``: see ``log_slope``.
     """
+    # One return: a device function that returns from within a branch on a run-time value is not inlined.
     if mapping.small:
         scaled = tl.where(p > 0.0, -log_p - row_log_slope, 0.0)
         x = mapping.u * scaled
@@ -186,10 +198,16 @@ def alpha_terms(p, s, log_p, g, row_log_slope, mapping):
         # (exp(x) - 1 - x) / x**2, and from it (exp(x) - 1) / x.
         second = tl.where(tl.abs(x) < 0.5, series, ((tl.exp(x) - 1.0) / far - 1.0) / far)
         first = 1.0 + x * second
-        second = p * scaled * scaled * second
-        return g * second, second, g * p * scaled * first, g * p
+        b = p * scaled * scaled * second
+        a = g * b
+        d = g * p
+        c = d * scaled * first
     else:
-        return g * p, g * s, -g * p * log_p, g * 0.0
+        a = g * p
+        b = g * s
+        c = -a * log_p
+        d = tl.zeros_like(a)
+    return a, b, c, d
 
 
 @triton.jit
@@ -208,8 +226,6 @@ def alpha_gradient(a, b, c, d, slope, entropy, mapping):
     Reference:
         Correia, Niculae and Martins 2019, prop. 1.
     """
-    if mapping.small:
-        return -(a - b * d + entropy * c)
-    else:
-        tilted = b / tl.where(slope > 0.0, slope, 1.0)
-        return (a - tilted) * mapping.inv_u * mapping.inv_u + (c - entropy * tilted) * mapping.inv_u
+    tilted = b / tl.where(slope > 0.0, slope, 1.0)
+    plain = (a - tilted) * mapping.inv_u * mapping.inv_u + (c - entropy * tilted) * mapping.inv_u
+    return tl.where(mapping.small, -(a - b * d + entropy * c), plain)
