@@ -43,12 +43,13 @@ METHODS = (
     "sparsemax+hinge",
     "sparsegen_lin+hinge",
     "sparsehg+hinge",
+    "sparsehg+hinge threshold",
     "entmax+fy",
     "entmax+fy support",
 )
-# The smooth losses reach the target distribution only in the limit, so their baselines tune the probability above which
-# a label is predicted (for sparsemax as Martins and Astudillo 2016 do); the others predict their support.
-WITH_THRESHOLD = ("softmax+log", "sparsemax+huber", "entmax+fy")
+# These tune the probability above which a label is predicted (for sparsemax as Martins and Astudillo 2016 do); the others
+# predict their support.
+WITH_THRESHOLD = ("softmax+log", "sparsemax+huber", "sparsehg+hinge threshold", "entmax+fy")
 
 
 @dataclasses.dataclass
@@ -115,6 +116,7 @@ def mappings_of(method: str, config: LinearConfig) -> list[str]:
         "sparsemax+hinge": ["sparsemax_hinge"],
         "sparsegen_lin+hinge": [f"sparsegen_lin(lam={x})" for x in config.lams],
         "sparsehg+hinge": [f"sparsehourglass(q={x})" for x in config.qs],
+        "sparsehg+hinge threshold": [f"sparsehourglass(q={x})" for x in config.qs],
         "entmax+fy": [f"entmax(alpha={x})" for x in config.alphas],
         "entmax+fy support": [f"entmax(alpha={x})" for x in config.alphas],
     }[method]

@@ -153,7 +153,7 @@ def mulan_table(rows: list[Row]) -> str:
         for setting, empty, subset, method in sorted(groups, key=lambda g: (g[0] != "l2 tuned", *g[1:3])):
             runs = pick(part, setting=setting, empty_rows=empty, test_rows=subset, method=method)
             micro, _ = mean_spread(runs, "micro_f1")
-            paper = PAPER[dataset].get(method.removesuffix(" support"))
+            paper = PAPER[dataset].get(method.removesuffix(" support").removesuffix(" threshold"))
             compared = "| | |" if paper is None else f"| {paper:.2f} | {micro - paper:+.3f} |"
             empties = {"ignore": "labelled rows", "extra_label": "all rows, extra label"}[empty]
             lines.append(
@@ -165,9 +165,26 @@ def mulan_table(rows: list[Row]) -> str:
 
 
 CLAIMS = (
-    ("the hinge losses reach at least the F1 of sparsemax+huber", "micro_f1", "sparsemax+hinge", "sparsemax+huber"),
+    (
+        "sparsemax+hinge reaches at least the F1 of sparsemax+huber, whose threshold is tuned",
+        "micro_f1",
+        "sparsemax+hinge",
+        "sparsemax+huber",
+    ),
+    (
+        "sparsemax+hinge reaches at least the F1 of sparsemax+huber, both predicting their support",
+        "micro_f1",
+        "sparsemax+hinge",
+        "sparsemax+huber support",
+    ),
     ("sparsehg+hinge reaches at least the F1 of sparsemax+hinge", "micro_f1", "sparsehg+hinge", "sparsemax+hinge"),
     ("sparsehg+hinge comes within 0.02 F1 of softmax+log", "micro_f1", "sparsehg+hinge", "softmax+log"),
+    (
+        "sparsehg+hinge with a tuned threshold comes within 0.02 F1 of softmax+log",
+        "micro_f1",
+        "sparsehg+hinge threshold",
+        "softmax+log",
+    ),
     ("sparsehg+hinge has a lower JSD than softmax+log", "jsd", "sparsehg+hinge", "softmax+log"),
 )
 
@@ -178,17 +195,18 @@ def claims_table(rows: list[Row]) -> str:
     for words, metric, first, second in CLAIMS:
         cells, found, total = [], 0, 0
         for dataset in ("mean_labels", "label_range", "length"):
-            shown, settings = 0, distinct(pick(rows, dataset=dataset), "setting")
+            part = pick(rows, dataset=dataset)
+            both = [distinct(pick(part, method=m), "setting") for m in (first, second)]
+            settings = [setting for setting in both[0] if setting in both[1]]
+            shown = 0
             for setting in settings:
-                one, two = (
-                    mean_spread(pick(rows, dataset=dataset, setting=setting, method=m), metric)[0]
-                    for m in (first, second)
-                )
+                one, two = (mean_spread(pick(part, setting=setting, method=m), metric)[0] for m in (first, second))
                 shown += one < two if metric == "jsd" else one >= two - (0.02 if "within" in words else 0.005)
             cells.append(f"{shown} of {len(settings)}")
             found, total = found + shown, total + len(settings)
         verdict = "found" if found == total else "not found" if found < total / 2 else "found in part"
-        lines.append(f"| {words} | {' | '.join(cells)} | **{verdict}** |")
+        if total:
+            lines.append(f"| {words} | {' | '.join(cells)} | **{verdict}** |")
     return "\n".join(lines) + "\n"
 
 
@@ -236,10 +254,11 @@ def card(folder: Path) -> str:
         parts.append(
             "## Linear models on Mulan data\n\nPublished training and test rows, features standardised, hyper-parameters "
             "chosen by micro-F1 in five-fold cross-validation of the training rows. The two Fenchel-Young losses and the "
-            "log loss predict what exceeds a threshold tuned the same way; lines named *support*, and all hinge losses, "
-            "predict the support. *l2 tuned*, with the strength of the regularisation among what is tuned, is the "
+            "log loss predict what exceeds a threshold tuned the same way; lines named *support*, and all hinge losses but "
+            "the line named *threshold*, predict the support. *l2 tuned*, with the strength of the regularisation among what is tuned, is the "
             "protocol. The lines *l2=0.01* are no independent evidence: that strength was picked after the test scores of "
-            "Scene had been seen, to find out whether weaker regularisation accounts for the difference to the paper. "
+            "Scene had been seen, to find out whether weaker regularisation accounts for the difference "
+            "to the paper. "
             "In Birds 143 of 322 training and 151 of 323 test rows have no label; a distribution cannot "
             "express that. *Labelled rows* trains on the 179 others, *extra label* gives empty rows a label of their own; "
             "scores are on all test rows or on the labelled ones, as stated.\n\n"
