@@ -92,6 +92,9 @@ def _entmax_attention_bwd_query_kernel(
     Shapes as in the forward kernel; lists ``[B, H, n_q, n_k]`` and counts ``[B, H, n_q]`` name the key blocks on the
     support; delta and grad_alpha (or None) ``[B, H, T_q]``; grad_weights as weights, or None.
     """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     H, T_q, n_q = problem.H, problem.T_q, problem.n_q
     pid = tl.program_id(0)
     block = n_q - 1 - pid % n_q if OPTIONS.CAUSAL else pid % n_q
@@ -103,8 +106,12 @@ def _entmax_attention_bwd_query_kernel(
     row_index = plane.to(tl.int64) * T_q + rows
 
     key, value = select(key, batch, kv_head), select(value, batch, kv_head)
-    terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
-    grad_weights = select(grad_weights, batch, head)
+    terms = ScoreTerms(
+        select(mask, batch, head) if mask is not None else None,
+        select(bias, batch, head) if bias is not None else None,
+        select(key_mask, batch, head) if key_mask is not None else None,
+    )
+    grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
     head_alpha = tl.load(alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
     queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -113,13 +120,13 @@ def _entmax_attention_bwd_query_kernel(
     row_max, c = _load_stats(stats, plane.to(tl.int64), rows, T_q)
     slope = tl.load(stats + row_index * 5 + 2, mask=rows < T_q, other=0.0)
     row_delta = tl.sum(means * grads.to(tl.float32), 1)
-    no_dots = tl.zeros([OPTIONS.ROWS, OPTIONS.COLS], tl.float32)
+    no_dots = tl.zeros([ROWS, COLS], tl.float32)
     block_list = lists + (plane.to(tl.int64) * n_q + block) * problem.n_k
     n_listed = tl.load(counts + plane.to(tl.int64) * n_q + block)
 
     if grad_weights is not None:
         # The part of delta that the output does not carry: sum s dW / sum s.
-        extra = tl.zeros([OPTIONS.ROWS], tl.float32)
+        extra = tl.zeros([ROWS], tl.float32)
         for position in range(0, n_listed):
             first_col = tl.load(block_list + position) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
@@ -129,11 +136,11 @@ def _entmax_attention_bwd_query_kernel(
         row_delta += extra / tl.where(slope == 0.0, 1.0, slope)
     tl.store(delta + row_index, row_delta, mask=rows < T_q)
 
-    acc = tl.zeros([OPTIONS.ROWS, OPTIONS.BLOCK_D], tl.float32)
-    sum_a = tl.zeros([OPTIONS.ROWS], tl.float32)
-    sum_b = tl.zeros([OPTIONS.ROWS], tl.float32)
-    sum_c = tl.zeros([OPTIONS.ROWS], tl.float32)
-    sum_d = tl.zeros([OPTIONS.ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sum_a = tl.zeros([ROWS], tl.float32)
+    sum_b = tl.zeros([ROWS], tl.float32)
+    sum_c = tl.zeros([ROWS], tl.float32)
+    sum_d = tl.zeros([ROWS], tl.float32)
     row_log_slope = log_slope(tl.load(stats + row_index * 5 + 4, mask=rows < T_q, other=0.0), mapping)
     for position in range(0, n_listed):
         first_col = tl.load(block_list + position) * OPTIONS.COLS
@@ -187,6 +194,10 @@ def _entmax_attention_bwd_key_kernel(
     Tiles are transposed, keys along the rows: weights and score gradients are then left operands as they come, straight
     from registers. lists ``[B, H, n_k, n_q]`` and counts ``[B, H, n_k]`` name the query blocks on the support.
     """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
     H, T_q, T_k, n_k = problem.H, problem.T_q, problem.T_k, problem.n_k
     n_kv_heads = H // problem.group
     pid = tl.program_id(0)
@@ -198,16 +209,20 @@ def _entmax_attention_bwd_key_kernel(
 
     keys = load_rows(select(key, batch, kv_head), cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
     values = load_rows(select(value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-    key_acc = tl.zeros([OPTIONS.COLS, OPTIONS.BLOCK_D], tl.float32)
-    value_acc = tl.zeros([OPTIONS.COLS, OPTIONS.BLOCK_V], tl.float32)
-    no_dots = tl.zeros([OPTIONS.COLS, OPTIONS.ROWS], tl.float32)
+    key_acc = tl.zeros([COLS, BLOCK_D], tl.float32)
+    value_acc = tl.zeros([COLS, BLOCK_V], tl.float32)
+    no_dots = tl.zeros([COLS, ROWS], tl.float32)
 
     for member in range(0, problem.group):
         head = kv_head * problem.group + member
         plane = batch * H + head
         head_query, head_grads = select(query, batch, head), select(grad_out, batch, head)
-        head_grad_weights = select(grad_weights, batch, head)
-        terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
+        head_grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
+        terms = ScoreTerms(
+            select(mask, batch, head) if mask is not None else None,
+            select(bias, batch, head) if bias is not None else None,
+            select(key_mask, batch, head) if key_mask is not None else None,
+        )
         head_alpha = tl.load(alpha + head)
         mapping = make_mapping(head_alpha, head_alpha)
         block_list = lists + (plane * n_k + block) * problem.n_q
@@ -266,6 +281,8 @@ def _entmax_attention_bwd_bias_kernel(
     A bias shared by a batch (T5: ``[1, H, T_q, T_k]``) is summed here, tile by tile, rather than by adding up one
     ``[T_q, T_k]`` array per sequence. grad_bias ``[bias_batches, bias_heads, T_q, T_k]``; flags ``[B, H, n_q, n_k]``.
     """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
     H, T_q, T_k, n_q, n_k = problem.H, problem.T_q, problem.T_k, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     tile = pid % (n_q * n_k)
@@ -274,8 +291,8 @@ def _entmax_attention_bwd_bias_kernel(
     first_row, first_col = block_q * OPTIONS.ROWS, block_k * OPTIONS.COLS
     rows = first_row + tl.arange(0, OPTIONS.ROWS)
     cols = first_col + tl.arange(0, OPTIONS.COLS)
-    no_dots = tl.zeros([OPTIONS.ROWS, OPTIONS.COLS], tl.float32)
-    acc = tl.zeros([OPTIONS.ROWS, OPTIONS.COLS], tl.float32)
+    no_dots = tl.zeros([ROWS, COLS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
 
     # A broadcast dimension is summed over; any other has the one index of this program.
     shared_batches = problem.B // bias_batches
@@ -286,7 +303,11 @@ def _entmax_attention_bwd_bias_kernel(
         plane = batch * H + head
         if tl.load(flags + (plane * n_q + block_q) * n_k + block_k) != 0:
             kv_head = head // problem.group
-            terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
+            terms = ScoreTerms(
+                select(mask, batch, head) if mask is not None else None,
+                select(bias, batch, head) if bias is not None else None,
+                select(key_mask, batch, head) if key_mask is not None else None,
+            )
             head_alpha = tl.load(alpha + head)
             mapping = make_mapping(head_alpha, head_alpha)
             queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -298,10 +319,11 @@ def _entmax_attention_bwd_bias_kernel(
             _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, terms, problem, OPTIONS)
             _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
+            head_grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
+            small_plane = plane.to(tl.int32)
             g = _weight_gradient(
-                dots, select(grad_weights, batch, head), rows[:, None], cols[None, :], seed, plane.to(tl.int32),
-                problem, OPTIONS,
-            )  # fmt: skip
+                dots, head_grad_weights, rows[:, None], cols[None, :], seed, small_plane, problem, OPTIONS
+            )
             acc += s * (g - row_delta[:, None])
 
     offsets = (bias_plane * T_q + rows)[:, None] * T_k + cols[None, :]

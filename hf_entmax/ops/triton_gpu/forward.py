@@ -69,6 +69,8 @@ def _entmax_attention_fwd_kernel(
     pass, else None: stats ``[B, H, T_q, 5]`` (maximum, centred threshold, sum s, entropy, -sum s y) and slope_mean
     ``[B, H, T_q, D_V]`` (sum s v / sum s).
     """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
     H, T_q, n_q, n_k = problem.H, problem.T_q, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     # Causal blocks grow with their row: the longest start first, so that no long one is left for the end.
@@ -80,7 +82,11 @@ def _entmax_attention_fwd_kernel(
     rows = first_row + tl.arange(0, OPTIONS.ROWS)
 
     key, value = select(key, batch, kv_head), select(value, batch, kv_head)
-    terms = ScoreTerms(select(mask, batch, head), select(bias, batch, head), select(key_mask, batch, head))
+    terms = ScoreTerms(
+        select(mask, batch, head) if mask is not None else None,
+        select(bias, batch, head) if bias is not None else None,
+        select(key_mask, batch, head) if key_mask is not None else None,
+    )
     head_alpha = tl.load(alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
     queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -88,8 +94,8 @@ def _entmax_attention_fwd_kernel(
     block_list = lists + row_of_lists
 
     # Pass 1: maxima. A block is listed if it reaches what is, with the maximum so far, the lowest threshold.
-    row_max = tl.full([OPTIONS.ROWS], MASKED, tl.float32)
-    row_nan = tl.zeros([OPTIONS.ROWS], tl.int32)
+    row_max = tl.full([ROWS], MASKED, tl.float32)
+    row_nan = tl.zeros([ROWS], tl.int32)
     n_listed = 0
     first_block, last_block = key_block_range(first_row, extent, batch, problem, OPTIONS)
     for index in range(first_block, last_block):
@@ -106,16 +112,16 @@ def _entmax_attention_fwd_kernel(
     row_max = tl.where(row_nan != 0, float("nan"), row_max)
 
     # Passes 2...: the threshold. One thread writes the list, all read it: hence the barriers between passes.
-    c = tl.zeros([OPTIONS.ROWS], tl.float32)
-    low = tl.zeros([OPTIONS.ROWS], tl.float32)
-    high = tl.zeros([OPTIONS.ROWS], tl.float32) + largest_threshold(problem.T_k, mapping.u)
+    c = tl.zeros([ROWS], tl.float32)
+    low = tl.zeros([ROWS], tl.float32)
+    high = tl.zeros([ROWS], tl.float32) + largest_threshold(problem.T_k, mapping.u)
     n_passes = 0
     unfinished = 1
     while (n_passes < max_passes) & (unfinished != 0):
         tl.debug_barrier()
-        total = tl.zeros([OPTIONS.ROWS], tl.float32)
-        slope = tl.zeros([OPTIONS.ROWS], tl.float32)
-        curvature = tl.zeros([OPTIONS.ROWS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        slope = tl.zeros([ROWS], tl.float32)
+        curvature = tl.zeros([ROWS], tl.float32)
         reach = tl.maximum(row_max + low - mapping.inv_u, MASKED_BELOW)
         kept = 0
         for position in range(0, n_listed):
@@ -136,12 +142,12 @@ def _entmax_attention_fwd_kernel(
     tl.debug_barrier()
 
     # Last pass: the output, and what the backward pass wants to know of each row.
-    total = tl.zeros([OPTIONS.ROWS], tl.float32)
-    slope = tl.zeros([OPTIONS.ROWS], tl.float32)
-    entropy = tl.zeros([OPTIONS.ROWS], tl.float32)
-    moment = tl.zeros([OPTIONS.ROWS], tl.float32)
-    acc = tl.zeros([OPTIONS.ROWS, OPTIONS.BLOCK_V], tl.float32)
-    slope_acc = tl.zeros([OPTIONS.ROWS, OPTIONS.BLOCK_V], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    slope = tl.zeros([ROWS], tl.float32)
+    entropy = tl.zeros([ROWS], tl.float32)
+    moment = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    slope_acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for position in range(0, n_listed):
         index = tl.load(block_list + position)
         _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)

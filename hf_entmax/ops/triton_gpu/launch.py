@@ -8,6 +8,7 @@ import contextlib
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from hf_entmax.ops.triton_gpu import backward, forward, rows
@@ -87,7 +88,7 @@ class _Launch:
             mask_floor=_floor(mask),
             bias_floor=_floor(bias),
         )
-        self.options = Options(
+        options = Options(
             CAUSAL=inputs.is_causal,
             WINDOW=inputs.window > 0,
             SOFTCAP=inputs.softcap > 0,
@@ -103,6 +104,8 @@ class _Launch:
             ROWS=self.blocks.rows,
             COLS=self.blocks.cols,
         )
+        # Wrapped one by one: Triton 3.4 and 3.6 take a plain tuple apart into values that are constants no longer.
+        self.options = Options(*map(tl.constexpr, options))
         self.operands = (_array(query), _array(key), _array(value), inputs.alpha)
         self.terms = (_array(mask), _array(bias), _array(key_mask))
         self.planes = batch * heads

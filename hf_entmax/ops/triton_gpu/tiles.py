@@ -103,12 +103,9 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def select(array, batch, head):
-    """The ``Array`` of one head, ``[rows, columns]``: pointer moved by 64-bit ``batch`` and ``head``. None stays None."""
-    if array is None:
-        return None
-    else:
-        pointer = array.pointer + batch * array.stride_b + head * array.stride_h
-        return Array(pointer, array.stride_b, array.stride_h, array.stride_t, array.stride_d)
+    """The ``Array`` of one head, ``[rows, columns]``: the pointer moved by 64-bit ``batch`` and ``head``."""
+    pointer = array.pointer + batch * array.stride_b + head * array.stride_h
+    return Array(pointer, array.stride_b, array.stride_h, array.stride_t, array.stride_d)
 
 
 @triton.jit
@@ -192,9 +189,11 @@ def masked_scores(dots, rows, cols, first_row, first_col, terms, problem, OPTION
 @triton.jit
 def score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS: tl.constexpr):
     """One block of keys against ``queries`` ``[ROWS, BLOCK_D]``: the keys, their indices, the scores and their slope."""
-    cols = first_col + tl.arange(0, OPTIONS.COLS)
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
+    cols = first_col + tl.arange(0, COLS)
     keys = load_rows(key, cols, problem.T_k, OPTIONS.D, OPTIONS.BLOCK_D)
-    dots = dot(queries, tl.trans(keys), tl.zeros([OPTIONS.ROWS, OPTIONS.COLS], tl.float32), OPTIONS.PRECISION)
+    dots = dot(queries, tl.trans(keys), tl.zeros([ROWS, COLS], tl.float32), OPTIONS.PRECISION)
     z, slope = masked_scores(dots, rows[:, None], cols[None, :], first_row, first_col, terms, problem, OPTIONS)
     return keys, cols, z, slope
 
