@@ -17,9 +17,9 @@ def run(
     *,
     output_alpha: float | None = 1.5,
     seed: int = 0,
-    max_minutes: float = 4.5,
-    base_steps: int = 1000,
-    steps: int = 600,
+    max_minutes: float = 4.75,
+    base_steps: int = 1600,
+    steps: int = 1600,
     batch_size: int | None = None,
     questions: int | None = None,
     console: Console | None = None,
@@ -42,7 +42,7 @@ def run(
             at most, > 0.
         base_steps: optimiser steps of the softmax stage, >= 1.
         steps: optimiser steps after patching, >= 1.
-        batch_size: pairs per step; by default 128 for the small model, 32 for a given one.
+        batch_size: pairs per step; by default 64 for the small model, 32 for a given one.
         questions: measure on so many held-out questions at most; by default all for the small model, 200 for a given
             one.
         console: of ``rich``, where everything is printed.
@@ -65,7 +65,7 @@ def run(
         max_minutes=max_minutes,
         base_steps=base_steps,
         steps=steps,
-        batch_size=(128 if small else 32) if batch_size is None else batch_size,
+        batch_size=(64 if small else 32) if batch_size is None else batch_size,
         questions=(None if small else 200) if questions is None else questions,
     )
     return run_workflow(settings, console)

@@ -28,6 +28,8 @@ from transformers.trainer_callback import PrinterCallback
 
 #: Share of a stage in which the learning rate rises.
 WARMUP = 0.1
+#: Share of the time of a stage in which the learning rate falls where the time, and not the steps, runs out.
+COOLDOWN = 0.4
 
 
 class Pace:
@@ -47,9 +49,13 @@ class Pace:
         return min(1.0, max(step / self.steps, (time.monotonic() - self.start) / self.max_seconds))
 
     def learning_rate(self, step: int) -> float:
-        """Factor of the learning rate: up to 1 within ``WARMUP``, then linearly down to 0."""
-        done = self.done(step)
-        return min(max(done, 1 / self.steps) / WARMUP, (1 - done) / (1 - WARMUP))
+        """Factor of the learning rate: up to 1 within ``WARMUP`` of the steps, then linearly down to 0.
+
+        The clock has a say only when most of the time is spent, so that runs that are fast enough can be repeated.
+        """
+        done = step / self.steps
+        time_left = 1 - (time.monotonic() - self.start) / self.max_seconds
+        return max(0.0, min(max(done, 1 / self.steps) / WARMUP, (1 - done) / (1 - WARMUP), time_left / COOLDOWN, 1.0))
 
 
 class _Progress(TrainerCallback):

@@ -12,11 +12,7 @@ from hf_entmax.quickstart.data import GROUPS
 from hf_entmax.quickstart.evaluate import Score
 from hf_entmax.quickstart.search import NUM_BEAMS, Certificates
 
-SITE_NAMES = {
-    "encoder_self": "encoder self-attention",
-    "cross": "cross-attention",
-    "decoder_self": "decoder self-attention",
-}
+SITE_NAMES = {"encoder_self": "encoder self", "cross": "cross", "decoder_self": "decoder self"}
 
 
 def accuracy_table(columns: Mapping[str, Mapping[str, Score]]) -> Table:

@@ -42,14 +42,14 @@ from hf_entmax.quickstart.stages import train
 from hf_entmax.training import AlphaLoggingCallback, alpha_parameter_groups
 
 #: Peak learning rates: of the small model from scratch, of its weights after patching, of a given model, of the alphas.
-BASE_LR, FINE_TUNE_LR, PRETRAINED_LR, ALPHA_LR = 2e-3, 1e-3, 1e-4, 2e-2
+BASE_LR, FINE_TUNE_LR, PRETRAINED_LR, ALPHA_LR = 3e-3, 1e-3, 1e-4, 2e-2
 #: Alphas start in the middle of their range, where heads can go either way.
 ALPHA_INIT = 1.5
 #: How often each irregular past form is in the training data: a list of verbs has few of them, running text has many.
 IRREGULAR_COPIES = 2
 BETAS = (0.9, 0.98)
 #: Of ``max_minutes``: when the softmax stage, and when fine-tuning, must be over. The rest is for measuring.
-BASE_UNTIL, FINE_TUNE_UNTIL = 0.42, 0.76
+BASE_UNTIL, FINE_TUNE_UNTIL = 0.42, 0.8
 #: Held-out questions on which attention is measured.
 ANALYSED = 512
 #: Held-out questions that are searched with certificates.

@@ -72,7 +72,7 @@ def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
     for text in (
         "regular verbs, all four forms",
         "irregular verbs, past and participle",
-        "cross-attention",
+        "decoder self",
         "certified",
         "in a fresh process",
     ):
