@@ -23,7 +23,13 @@ assert PYTHON and SHELL
 def _word_tokenizer(directory):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<pad>", "<s>", "</s>", "<unk>", *["translate", "English", "to", "German", ":", "How", "old", "are", "you", "?"]]
+    words = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        "<unk>",
+        *["translate", "English", "to", "German", ":", "How", "old", "are", "you", "?"],
+    ]
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = tf.PreTrainedTokenizerFast(

@@ -22,6 +22,12 @@ _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _OTHER_LOSSES = ("ForQuestionAnswering", "ForCTC", "ForObjectDetection", "ForSegmentation", "ForPreTraining", "ForNextSentencePrediction",
                  "ForImageSegmentation", "ForTokenClassificationWithCRF", "ForMaskedImageModeling")  # fmt: skip
 
+#: Factor in the configuration -> names in the output of what it multiplies (Mixtral and its like, Switch, NLLB-MoE).
+_BALANCING = {
+    "router_aux_loss_coef": ("aux_loss", "encoder_aux_loss", "decoder_aux_loss"),
+    "router_z_loss_coef": ("encoder_z_loss", "decoder_z_loss"),
+}
+
 
 class OutputLoss:
     """The forward hook: computes the loss from logits and labels in the place of the model's own.
@@ -50,7 +56,7 @@ class OutputLoss:
         loss = self._loss(module, logits, labels, given)
         if not module.training:
             self._count_support(logits.detach(), labels, given)
-        auxiliary = _auxiliary(module, output, given)
+        auxiliary = _auxiliary(module, output)
         if auxiliary is not None:
             loss = loss + auxiliary
         if isinstance(output, tuple):
@@ -85,7 +91,8 @@ class OutputLoss:
         if self.shift and shifted is not None:
             return logits, shifted.to(logits.device)
         if self.shift:
-            return logits[..., :-1, :], labels[..., 1:]
+            # The labels move, not the logits: a slice of these would be copied whole.
+            return logits, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         return logits.reshape(*labels.shape, logits.shape[-1]), labels
 
     def _count_support(self, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> None:
@@ -192,12 +199,20 @@ def _logits(output: Any) -> Tensor:
     return output["logits"] if "logits" in output else output["prediction_logits"]
 
 
-def _auxiliary(module: nn.Module, output: Any, given: dict[str, Any]) -> Tensor | None:
-    """The load-balancing loss of a mixture of experts, which the model would have added to its own."""
-    auxiliary = None if isinstance(output, tuple) else getattr(output, "aux_loss", None)
-    if auxiliary is None:
+def _auxiliary(module: nn.Module, output: Any) -> Tensor | None:
+    """The balancing losses of a mixture of experts that the model added to its own loss.
+
+    They are in the output where they were asked for (``output_router_logits``), under these names, and each is added with
+    the factor that the configuration gives.
+    """
+    if isinstance(output, tuple):
         return None
     config: Any = getattr(module, "config", None)
-    wanted = given.get("output_router_logits")
-    wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
-    return getattr(config, "router_aux_loss_coef", 0.0) * auxiliary if wanted else None
+    total = None
+    for coefficient, names in _BALANCING.items():
+        for name in names:
+            term = getattr(output, name, None)
+            if isinstance(term, Tensor):
+                term = getattr(config, coefficient, 0.0) * term
+                total = term if total is None else total + term
+    return total

@@ -18,11 +18,14 @@ import torch
 from torch import nn
 
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.output_loss import output_losses
 
 _STATE_KEY = "entmax_state"
 _TYPE_SUFFIX = " (needs: import hf_entmax)"
 _ATTRIBUTE = "_hf_entmax"
 _last_read = threading.local()
+#: Tuners that call ``model.forward`` instead of ``model``: the hook that computes the output loss never runs.
+_SKIPS_HOOKS = ("AdaLoraModel",)
 
 
 def install() -> None:
@@ -108,6 +111,11 @@ def _inject(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         _make_ready(model, self.peft_config.get(adapter_name))
+        if type(self).__name__ in _SKIPS_HOOKS and output_losses(model):
+            raise ValueError(
+                f"{type(self).__name__} calls the model's forward past its hooks, so that output_alpha (or output_mapping) "
+                "would silently train with cross-entropy. Use another PEFT method, such as LoRA, or patch without it."
+            )
         return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter

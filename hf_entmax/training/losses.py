@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_entmax.losses import entmax_loss
@@ -34,7 +35,7 @@ class SmoothedEntmaxLoss:
         """The loss of a batch: mean over its labels, or sum over ``num_items_in_batch`` where the Trainer gives that."""
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         if self.shift:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
+            labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = entmax_loss(logits, labels, self.alpha, reduction=reduction, label_smoothing=self.label_smoothing)
         return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -103,6 +103,26 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss():
     assert torch.allclose(patch_model(model, alpha=1.0, output_alpha=1.0)(**batch).loss, own, atol=1e-5)
 
 
+def test_switch_keeps_its_router_losses():
+    sizes = {
+        **tiny._T5,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 2,
+        "expert_capacity": 64,
+    }
+    model = tf.SwitchTransformersForConditionalGeneration(
+        tf.SwitchTransformersConfig(**sizes, router_z_loss_coef=0.3, router_aux_loss_coef=0.5)
+    ).eval()
+    batch = {**tiny.inputs("t5", labels=True), "output_router_logits": True}
+    own = model(**batch).loss
+    without = model(**{**batch, "output_router_logits": False}).loss
+    assert (own - without).abs() > 1e-3
+    patch_model(model, alpha=1.0, output_alpha=1.0)
+    assert torch.allclose(model(**batch).loss, own, atol=1e-5)
+    assert torch.allclose(model(**{**batch, "output_router_logits": False}).loss, without, atol=1e-5)
+
+
 def test_all_labels_ignored():
     model = patch_model(tiny.build("bert"), output_alpha=1.5)
     loss = model(input_ids=torch.tensor([[4, 5, 6]]), labels=torch.full((1, 3), -100)).loss

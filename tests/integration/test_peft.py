@@ -107,3 +107,19 @@ def test_adapters_of_plain_models_are_left_alone(tmp_path):
     assert "entmax" not in (tmp_path / "plain/adapter_config.json").read_text()
     again = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "plain")
     assert not is_patched(again) and torch.equal(_logits(again), _logits(model))
+
+
+def test_a_method_that_would_skip_the_output_loss_is_refused(tmp_path):
+    base = patch_model(_base(tmp_path), output_alpha=1.5)
+    with pytest.raises(ValueError, match="AdaLoraModel"):
+        peft.get_peft_model(base, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+
+
+def test_the_output_loss_works_inside_lora(tmp_path):
+    from hf_entmax.losses import entmax_loss
+
+    base = patch_model(_base(tmp_path), output_alpha=1.5)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    batch = {**tiny.inputs("llama"), "labels": tiny.inputs("llama")["input_ids"]}
+    out = model(**batch)
+    assert torch.allclose(out.loss, entmax_loss(out.logits[:, :-1], batch["labels"][:, 1:], 1.5), atol=1e-6)
