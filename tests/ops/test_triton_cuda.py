@@ -1,0 +1,189 @@
+"""The Triton kernels on a real GPU, against float64 on the torch path. All skip, with the reason, where there is none.
+
+What the kernels compute is checked in detail without a GPU by `test_triton_gpu.py`; here stand the compiler's rounding, sizes that
+the interpreter cannot reach, concurrency, and the choice of the backend.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+from tolerances import FORWARD, GRADIENT, absolute_error, assert_half, relative_error
+
+from hf_entmax.ops import dense, entmax, entmax_attention
+
+REASON = "needs a CUDA device and Triton, not interpreted"
+triton = pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason=REASON
+)
+
+ALPHA = (1.0, 1.05, 1.3, 1.5, 1.8, 2.0, 1.2, 1.6)
+
+
+def make(B=2, H=8, H_kv=None, T_q=200, T_k=333, D=64, dtype=torch.float32, sharpness=2.0):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads, length):
+        return torch.randn(B, heads, length, D, generator=generator, device="cuda")
+
+    query, key, value = draw(H, T_q) * sharpness, draw(H_kv or H, T_k), draw(H_kv or H, T_k).tanh()
+    alpha = torch.tensor(ALPHA[:H], device="cuda")
+    return [t.to(dtype).requires_grad_() for t in (query, key, value)] + [alpha.requires_grad_()]
+
+
+def run(attend, tensors, grad_out, **options):
+    out = attend(*tensors, **options)[0]
+    bias = options.get("position_bias")
+    leaves = [*tensors, bias] if bias is not None else tensors
+    return [out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
+
+
+def fused(*tensors, **options):
+    return entmax_attention(*tensors, backend="triton", **options)
+
+
+def oracle(tensors, grad_out, **options):
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    if options.get("position_bias") is not None:
+        options["position_bias"] = options["position_bias"].detach().double().requires_grad_()
+    return run(dense.attention, wide, grad_out.double(), **options)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal window": {"is_causal": True, "sliding_window": 77},
+    "softcap": {"softcap": 5.0},
+    "padding": {"padding": True},
+    "bool mask": {"mask": True},
+    "T5": {"bias": True},
+}
+
+
+def build(name):
+    options = dict(OPTIONS[name])
+    if options.pop("padding", False):
+        position = torch.arange(333, device="cuda")
+        options["key_padding_mask"] = torch.stack([position < 150, position >= 200])
+    if options.pop("mask", False):
+        options["attention_mask"] = torch.rand(2, 1, 200, 333, device="cuda") > 0.4
+    if options.pop("bias", False):
+        options["position_bias"] = torch.randn(1, 8, 200, 333, device="cuda", requires_grad=True)
+    return options
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_float32(name):
+    tensors, options = make(H_kv=4 if name == "causal" else None), build(name)
+    grad_out = torch.randn(2, 8, 200, 64, device="cuda")
+    ours, wanted = run(fused, tensors, grad_out, **options), oracle(tensors, grad_out, **options)
+    assert absolute_error(ours[0], wanted[0]) <= FORWARD[torch.float32] * 2  # scores of 64 products, 4 deviations wide
+    for actual, expected in zip(ours[1:], wanted[1:], strict=True):
+        assert relative_error(actual, expected) <= GRADIENT[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_half(dtype, head_dim, causal):
+    tensors = make(D=head_dim, dtype=dtype, sharpness=1.5)
+    grad_out = torch.randn(2, 8, 200, head_dim, device="cuda").to(dtype)
+    ours = run(fused, tensors, grad_out, is_causal=causal)
+    plain = run(dense.attention, tensors, grad_out, is_causal=causal)
+    for actual, torchs, expected in zip(ours, plain, oracle(tensors, grad_out, is_causal=causal), strict=True):
+        assert_half(actual.to(dtype).cpu(), torchs.to(dtype).cpu(), expected.cpu())
+
+
+def test_auto_chooses_the_kernel():
+    tensors = make()
+    assert torch.equal(entmax_attention(*tensors)[0], fused(*tensors)[0])
+
+
+def test_more_weights_than_32_bits_count():
+    """B H T_q T_k = 2**32, and offsets of the [B, T, H, D] layout beyond 2**31: the last head equals a call of its own."""
+    B, T, H, D = 2, 8192, 32, 64
+    query, key, value = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    alpha = torch.linspace(1.1, 1.9, H, device="cuda")
+    query = query * 4
+    out = fused(query, key, value, alpha, is_causal=True)[0]
+    alone = fused(query[-1:, -1:], key[-1:, -1:], value[-1:, -1:], alpha[-1:], is_causal=True)[0]
+    assert torch.equal(out[-1:, -1:], alone)
+    far = torch.empty(2**31 + 64 * 128, device="cuda", dtype=torch.bfloat16)
+    moved = far.as_strided((1, 1, 128, 64), (1, 1, (2**31) // 127, 1))
+    moved.copy_(query[:1, :1, :128])
+    near = fused(query[:1, :1, :128], key[:1, :1], value[:1, :1], 1.4)[0]
+    assert torch.equal(fused(moved, key[:1, :1], value[:1, :1], 1.4)[0], near)
+
+
+def test_memory_is_linear():
+    def peak(length):
+        tensors = make(B=1, T_q=length, T_k=length, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(fused, tensors, torch.randn(1, 8, length, 64, device="cuda"))
+        return torch.cuda.max_memory_allocated() - before
+
+    # One byte and two list entries for each tile of 64 x 64 are all that grows with the square.
+    assert peak(8192) < 3 * peak(4096)
+
+
+def test_the_same_bits_every_time_and_from_two_threads():
+    tensors, grad_out = make(H_kv=2, dtype=torch.bfloat16), torch.randn(2, 8, 200, 64, device="cuda")
+    first = run(fused, tensors, grad_out, is_causal=True)
+    results = [None, None]
+
+    def work(slot):
+        for _ in range(5):
+            results[slot] = run(fused, tensors, grad_out, is_causal=True)
+
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for result in results:
+        assert result is not None
+        for actual, expected in zip(result, first, strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_dropout():
+    query, key, value, _ = make(sharpness=0.5)
+    torch.manual_seed(1)
+    out, weights = fused(query, key, value, torch.ones(8, device="cuda"), dropout=0.25, need_weights=True)
+    assert 0.745 < (weights > 0).float().mean() < 0.755
+    assert absolute_error(out, weights.double() @ value.double()) < 1e-5
+    torch.manual_seed(1)
+    assert torch.equal(fused(query, key, value, torch.ones(8, device="cuda"), dropout=0.25)[0], out)
+
+
+def test_compiled_by_inductor():
+    tensors, grad_out = make(H_kv=4, dtype=torch.bfloat16), torch.randn(2, 8, 200, 64, device="cuda")
+    compiled = torch.compile(lambda *t, **o: fused(*t, **o), fullgraph=True)
+    for actual, expected in zip(
+        run(compiled, tensors, grad_out, is_causal=True), run(fused, tensors, grad_out, is_causal=True), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (5, 50_000)])
+def test_row_mapping(shape):
+    from hf_entmax.ops.triton_gpu import row_mapping
+
+    scores = torch.randn(shape, device="cuda", requires_grad=True)
+    alpha = torch.linspace(1, 2, shape[0], device="cuda").requires_grad_()
+    grad = torch.randn(shape, device="cuda")
+    wide = [scores.detach().double().requires_grad_(), alpha.detach().double().requires_grad_()]
+    expected = entmax(wide[0], wide[1][:, None])
+    probs = row_mapping(scores, alpha)
+    assert absolute_error(probs, expected) <= FORWARD[torch.float32]
+    for actual, wanted in zip(
+        torch.autograd.grad(probs, (scores, alpha), grad),
+        torch.autograd.grad(expected, wide, grad.double()),
+        strict=True,
+    ):
+        assert relative_error(actual, wanted) <= GRADIENT[torch.float32]
