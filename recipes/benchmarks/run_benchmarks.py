@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/run_benchmarks.py                       # the table of the README, about four minutes on two cores
     python recipes/benchmarks/run_benchmarks.py --preset grid         # length x sharpness x causal
-    python recipes/benchmarks/run_benchmarks.py --preset quick --out /tmp/bench
+    python recipes/benchmarks/run_benchmarks.py --preset quick --out bench-results
 
 The comparison needs `pip install 'hf_entmax[benchmark,cpu,figures]'`; what is not installed is left out and named. Run
 it on a machine that does nothing else.
