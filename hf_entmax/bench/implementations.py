@@ -121,7 +121,7 @@ def _hf_attention_normalizers(problem: Problem) -> Callable[[], Tensor]:
 
 
 def _adasplash(problem: Problem) -> Callable[[], Tensor]:
-    from adasplash import adasplash
+    from adasplash import adasplash  # pyright: ignore[reportMissingImports]
 
     return lambda: adasplash(problem.query, problem.key, problem.value, alpha=1.5, is_causal=problem.case.causal)
 
