@@ -42,9 +42,8 @@ class OutputLoss:
         self.alpha = alpha
         self.mapping = mapping
         self.shift = shift
-        # In evaluation: how many classes had a probability above 0, summed over positions, and how many positions.
-        self.support_sum = 0.0
-        self.support_count = 0.0
+        # In evaluation: of every row of every batch, the classes with a probability above 0 and the positions, summed.
+        self._support: list[Tensor] = []
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Replace ``loss`` in what the model returns; nothing happens where no labels were given."""
@@ -99,14 +98,17 @@ class OutputLoss:
         if self.alpha is None or torch.compiler.is_compiling():
             return
         logits, labels = self._aligned(logits, labels, given)
-        rows = logits[labels != -100]
-        self.support_count += len(rows)
-        self.support_sum += float(sum((entmax(part, self.alpha) > 0).sum() for part in rows.split(256)))
+        labels = labels.reshape(len(labels), -1)
+        counted = labels != -100
+        rows = logits.reshape(*labels.shape, logits.shape[-1])[counted]
+        sizes = torch.zeros(labels.shape, dtype=torch.float32, device=logits.device)
+        if len(rows):
+            sizes[counted] = torch.cat([(entmax(part, self.alpha) > 0).sum(-1).float() for part in rows.split(256)])
+        self._support.append(torch.stack([sizes.sum(1), counted.sum(1).float()], 1))
 
-    def take_support(self) -> tuple[float, float]:
-        """The sum of support sizes and the number of positions since the last call."""
-        taken = self.support_sum, self.support_count
-        self.support_sum = self.support_count = 0.0
+    def take_support(self) -> list[Tensor]:
+        """For each batch since the last call ``[rows, 2]``: support sizes and positions, summed over a row."""
+        taken, self._support = self._support, []
         return taken
 
 

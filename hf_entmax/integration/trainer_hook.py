@@ -54,9 +54,10 @@ def install() -> None:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        _mean_support(self)  # forget what was counted outside an evaluation
+        for hook in output_losses(self.model):
+            hook.take_support()  # forget what was counted outside an evaluation
         result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        support = _mean_support(self)
+        support = _mean_support(self, dataloader)
         if support is not None and result.metrics is not None:
             result.metrics[f"{metric_key_prefix}_support_size"] = support
         return result
@@ -83,11 +84,23 @@ def _refuse_label_smoothing(trainer: Any) -> None:
     )
 
 
-def _mean_support(trainer: Any) -> float | None:
-    """Mean number of classes with a probability above 0, over all processes, since the last call."""
+def _mean_support(trainer: Any, dataloader: Any) -> float | None:
+    """Mean number of classes with a probability above 0, over the rows of all processes.
+
+    With several processes the last batches are filled up with rows that were there before. They stand last when the
+    processes' batches are put one after the other, and are left out, as ``Accelerator.gather_for_metrics`` leaves them
+    out: where the length of the data is known. ``None`` where no loss is in place or nothing was counted.
+    """
     hooks = [hook for hook in output_losses(trainer.model) if hook.alpha is not None]
-    if not hooks:
+    batches = [batch for hook in hooks for batch in hook.take_support()]
+    if not batches:
         return None
-    taken = torch.tensor([hook.take_support() for hook in hooks], dtype=torch.float64).sum(0)
-    total, count = trainer.accelerator.reduce(taken.to(torch.float32).to(trainer.args.device), reduction="sum").tolist()
+    accelerator = trainer.accelerator
+    whole = sum((batch.sum(0) for batch in batches[:-1]), torch.zeros_like(batches[-1][0]))
+    last = accelerator.gather(accelerator.pad_across_processes(batches[-1], pad_index=0.0))
+    rows = getattr(dataloader, "remainder", -1)
+    if rows > 0 and accelerator.num_processes > 1 and accelerator.even_batches:
+        last = last[:rows]
+    sums = accelerator.reduce(whole, reduction="sum")
+    total, count = (sums + last.sum(0)).tolist()
     return total / count if count else None

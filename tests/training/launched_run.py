@@ -1,5 +1,6 @@
 """Run by ``accelerate launch``: train a patched model with the Trainer, save it, write what this process saw."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def main(out: Path) -> None:
         eval_dataset=Pairs("bart"),
         callbacks=[AlphaLoggingCallback(statistics=False)],
     )
+    # A Trainer and a model of its own: evaluating first would keep the other one from being wrapped for training.
+    aside = tf.Trainer(model=copy.deepcopy(model), args=arguments, eval_dataset=Pairs("bart"))
+    untrained = aside.evaluate()["eval_support_size"]
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model(str(out / "model"))
@@ -39,6 +43,7 @@ def main(out: Path) -> None:
         "losses": losses,
         "alphas": table,
         "support": metrics["eval_support_size"],
+        "untrained_support": untrained,
         "processes": trainer.accelerator.num_processes,
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
