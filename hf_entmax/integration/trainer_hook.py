@@ -54,8 +54,7 @@ def install() -> None:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        for hook in output_losses(self.model):
-            hook.take_support()  # forget what was counted outside an evaluation
+        _take_support(self)  # forget what was counted outside an evaluation
         result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         support = _mean_support(self, dataloader)
         if support is not None and result.metrics is not None:
@@ -84,6 +83,11 @@ def _refuse_label_smoothing(trainer: Any) -> None:
     )
 
 
+def _take_support(trainer: Any) -> list[torch.Tensor]:
+    """What the loss hooks of the model counted since the last call: for each batch ``[rows, 2]``."""
+    return [batch for hook in output_losses(trainer.model) for batch in hook.take_support()]
+
+
 def _mean_support(trainer: Any, dataloader: Any) -> float | None:
     """Mean number of classes with a probability above 0, over the rows of all processes.
 
@@ -91,8 +95,7 @@ def _mean_support(trainer: Any, dataloader: Any) -> float | None:
     processes' batches are put one after the other, and are left out, as ``Accelerator.gather_for_metrics`` leaves them
     out: where the length of the data is known. ``None`` where no loss is in place or nothing was counted.
     """
-    hooks = [hook for hook in output_losses(trainer.model) if hook.alpha is not None]
-    batches = [batch for hook in hooks for batch in hook.take_support()]
+    batches = _take_support(trainer)
     if not batches:
         return None
     accelerator = trainer.accelerator
