@@ -1,0 +1,89 @@
+"""The end of a run: the card with the measured numbers, the row of results, the upload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+
+from common.results import Results, command, hardware, versions
+from common.run import Run, write_atomically
+from hf_entmax.integration.card import MARKER
+
+#: Options that name places of one machine; a command that others can use leaves them out.
+PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub")
+
+
+def check_hub(repository: str) -> None:
+    """Say before training that the upload after it would fail.
+
+    Raises:
+        ValueError: if nobody is logged in to the Hub.
+    """
+    if not repository:
+        return
+    try:
+        HfApi().whoami()
+    except Exception as error:
+        raise ValueError(
+            f"--push_to_hub {repository}: no access to the Hub ({error}). Log in with `hf auth login`, or leave it out."
+        ) from error
+
+
+def finish(
+    run: Run, fields: Sequence[str], measures: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
+) -> None:
+    """Write ``result.json``, the model card and the row of results, and upload the model if asked to.
+
+    Args:
+        run: the finished run.
+        fields: columns of the results file.
+        measures: the numbers.
+        task: the Hub's name of the task, e.g. ``"translation"``.
+        data: name of the data.
+        main_measures: those that stand in the card's metadata.
+    """
+    if not run.main:
+        run.accelerator.wait_for_everyone()
+        return
+    origin = {"command": command(PLACES), "hardware": hardware(), "versions": versions("accelerate")}
+    row = {"attention": run.settings.attention, "output_alpha": run.settings.output_alpha, "seed": run.settings.seed}
+    row |= {**measures, "processes": run.accelerator.num_processes, **origin}
+    write_atomically(run.folder / "result.json", json.dumps(row, indent=1))
+    write_card(run.folder / "model", run.name, row, task=task, data=data, main_measures=main_measures)
+    if run.settings.results and not run.settings.smoke:
+        Results(Path(run.settings.results), fields).add(**row)
+    if run.settings.push_to_hub:
+        api = HfApi()
+        api.create_repo(run.settings.push_to_hub, exist_ok=True)
+        api.upload_folder(repo_id=run.settings.push_to_hub, folder_path=run.folder / "model")
+    if run.settings.report_to:
+        run.accelerator.end_training()
+    run.accelerator.wait_for_everyone()
+
+
+def write_card(
+    folder: Path, recipe: str, row: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
+) -> None:
+    """Add the measured numbers to the model's card, or write one where ``save_pretrained`` wrote none."""
+    path = folder / "README.md"
+    results = [
+        EvalResult(task_type=task, dataset_type=data, dataset_name=data, metric_type=name, metric_value=row[name])
+        for name in main_measures
+    ]
+    table = ["| measure | value |", "|---|---|"]
+    table += [f"| {name} | {value} |" for name, value in row.items() if value not in ("", None)]
+    section = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on {data}.\n\n" + "\n".join(table) + "\n"
+    if path.exists():
+        # The line that marks the card as the plugin's goes: a later save_pretrained must not overwrite these numbers.
+        card = ModelCard(path.read_text(encoding="utf-8").replace(MARKER + "\n", ""))
+        card.text = card.text.rstrip() + "\n" + section
+    else:
+        header = ModelCardData(library_name="transformers", tags=["hf_entmax"]).to_yaml()
+        card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n{section}")
+    card.data.model_name = f"{recipe} {row['attention']}/{row['output_alpha']}"
+    card.data.eval_results = results
+    write_atomically(path, str(card))

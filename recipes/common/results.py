@@ -1,0 +1,92 @@
+"""CSV files that grow by one row per finished run, and what every row says about its origin."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_entmax
+
+
+class Results:
+    """A CSV file that grows by a row for each finished run, and knows which runs it holds.
+
+    Args:
+        path: the file; it is made with its folders when the first row comes.
+        fields: its columns.
+
+    Raises:
+        ValueError: if the file exists with other columns.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[str]) -> None:
+        self.path = path
+        self.fields = tuple(fields)
+        self.rows: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as lines:
+                reader = csv.DictReader(lines)
+                if tuple(reader.fieldnames or ()) != self.fields:
+                    raise ValueError(
+                        f"{path} has the columns {reader.fieldnames}, not {list(self.fields)}: use another file."
+                    )
+                self.rows = list(reader)
+
+    def has(self, **key: Any) -> bool:
+        """Whether a run is there already; what is not given may be anything."""
+        return any(all(row[name] == str(value) for name, value in key.items()) for row in self.rows)
+
+    def add(self, **values: Any) -> None:
+        """Append one row, on disk at once."""
+        if unknown := sorted(set(values) - set(self.fields)):
+            raise ValueError(f"{self.path}: no columns for {unknown}.")
+        row = {name: str(values.get(name, "")) for name in self.fields}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        with self.path.open("a", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, self.fields, lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+            lines.flush()
+            os.fsync(lines.fileno())
+        self.rows.append(row)
+
+
+def hardware() -> str:
+    """The processor or GPU, and how many threads were used."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    if torch.cuda.is_available():
+        name += f" + {torch.cuda.get_device_name()}"
+    return f"{name}, {torch.get_num_threads()} thread(s)"
+
+
+def command(without: Sequence[str] = ()) -> str:
+    """How the recipe was called, without the options named (folders of this machine)."""
+    kept, skip = [], False
+    for word in sys.argv[1:]:
+        own = word.split("=")[0] in without
+        if not skip and not own:
+            kept.append(word)
+        skip = own and "=" not in word
+    return shlex.join(["python", f"recipes/{Path(sys.argv[0]).name}", *kept])
+
+
+def versions(*more: str) -> str:
+    """Versions of what computed the numbers; ``more`` names further packages."""
+    packages = ["torch", "transformers", *more]
+    named = [f"{name} {metadata.version(name)}" for name in packages]
+    return ", ".join([f"hf_entmax {hf_entmax.__version__}", *named, f"python {platform.python_version()}"])

@@ -1,0 +1,201 @@
+"""The folder of one training run: who owns it, its log, its checkpoint, its finished model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from common.settings import RunSettings
+
+#: Settings that may differ when a run is resumed: they change nothing in what is computed.
+FREE = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
+
+
+class Run:
+    """A training run and its folder.
+
+    ``settings.json`` says whose folder it is, ``log.jsonl`` has a line per optimiser step and evaluation, ``checkpoint``
+    is the last complete state, ``model`` the best model on dev with its tokenizer.
+
+    Args:
+        settings: of the recipe; ``settings.out`` is the folder.
+        name: of the recipe.
+
+    Raises:
+        ValueError: before anything is written, if the folder holds another run or foreign files, if the settings of a
+            resumed run differ, or if a tracker is unknown or not installed.
+    """
+
+    def __init__(self, settings: RunSettings, name: str) -> None:
+        if not settings.out:
+            raise ValueError("--out is missing: give the folder of the run.")
+        _check_trackers(settings.report_to)
+        self.settings, self.name = settings, name
+        self.folder = Path(settings.out)
+        precision = None if settings.mixed_precision is None else settings.mixed_precision
+        self.accelerator = Accelerator(
+            mixed_precision=precision,
+            log_with=list(settings.report_to) or None,
+            project_dir=str(self.folder),
+        )
+        self.identity = {
+            "recipe": name,
+            "processes": self.accelerator.num_processes,
+            **{key: value for key, value in dataclasses.asdict(settings).items() if key not in FREE},
+        }
+        if settings.batch_size % (settings.gradient_accumulation * self.accelerator.num_processes):
+            raise ValueError(
+                f"batch_size={settings.batch_size} examples per step cannot be shared by {self.accelerator.num_processes} "
+                f"process(es) with gradient_accumulation={settings.gradient_accumulation}: choose a multiple of their product."
+            )
+        self.resumes = self._claim()
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / "settings.json", json.dumps(self.identity, indent=1))
+        if settings.report_to:
+            self.accelerator.init_trackers(name, config={k: str(v) for k, v in self.identity.items()})
+        self.accelerator.wait_for_everyone()
+
+    def _claim(self) -> bool:
+        """Whether there is something to go on with; an error where the folder is not this run's."""
+        if self.folder.is_file():
+            raise ValueError(f"--out {self.folder} is a file; give a folder.")
+        held = self.folder / "settings.json"
+        if not held.exists():
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise ValueError(f"--out {self.folder} holds files that are no run's: give a new or empty folder.")
+            return False
+        if not self.settings.resume:
+            raise ValueError(
+                f"--out {self.folder} holds a run already: add --resume to go on with it, or give another."
+            )
+        before = json.loads(held.read_text(encoding="utf-8"))
+        changed = [key for key in {**before, **self.identity} if before.get(key) != _plain(self.identity.get(key))]
+        if changed:
+            says = "; ".join(f"{key} was {before.get(key)!r}, is now {self.identity.get(key)!r}" for key in changed)
+            raise ValueError(
+                f"--resume {self.folder}: the run was started differently ({says}). Use the same settings."
+            )
+        return self.checkpoint is not None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.accelerator.is_main_process
+
+    def say(self, text: str) -> None:
+        """Print on the main process."""
+        self.accelerator.print(text, flush=True)
+
+    # --- log -------------------------------------------------------------------------------------------------------
+
+    def log(self, step: int, **values: float) -> None:
+        """One line of ``log.jsonl``, and the trackers'."""
+        if self.main:
+            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"step": step, **values}) + "\n")
+        if self.settings.report_to:
+            self.accelerator.log(values, step=step)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of steps that will be done again."""
+        path = self.folder / "log.jsonl"
+        if self.main and path.exists():
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except json.JSONDecodeError:
+                    continue  # cut off when the run was killed
+            write_atomically(path, "".join(kept))
+        self.accelerator.wait_for_everyone()
+
+    # --- checkpoint --------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last complete checkpoint, also where the run was killed between two renames."""
+        return next((p for p in (self.folder / "checkpoint", self.folder / "checkpoint.old") if p.exists()), None)
+
+    def save_checkpoint(self) -> None:
+        """Write everything that training needs to go on exactly, in place of the previous checkpoint."""
+        self.replace("checkpoint", lambda folder: self.accelerator.save_state(str(folder), safe_serialization=True))
+
+    def load_checkpoint(self) -> None:
+        """Restore model, optimiser, schedule, progress and the random numbers of every process."""
+        self.accelerator.load_state(str(self.checkpoint))
+
+    def replace(self, name: str, write: Callable[[Path], object]) -> None:
+        """Make the subfolder ``name`` anew; until it is complete the previous one stays in its place.
+
+        Raises:
+            OSError: where writing fails (disk full); the previous folder is as it was.
+        """
+        new, old, final = (self.folder / f"{name}{end}" for end in (".new", ".old", ""))
+        if self.main:
+            shutil.rmtree(new, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            write(new)
+        except Exception as error:  # safetensors and torch.save report a full disk each in a way of their own
+            shutil.rmtree(new, ignore_errors=True)
+            kept = f"the previous one is intact in {final}" if final.exists() else "there was none before"
+            raise OSError(
+                f"could not write {final} ({error}); {kept}. Make room and start again with --resume."
+            ) from error
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            shutil.rmtree(old, ignore_errors=True)
+            if final.exists():
+                os.replace(final, old)
+            os.replace(new, final)
+            shutil.rmtree(old, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, model: Any, tokenizer: Any) -> None:
+        """``save_pretrained`` of model and tokenizer as the subfolder ``model``."""
+        state = self.accelerator.get_state_dict(model)
+        plain = self.accelerator.unwrap_model(model)
+
+        def write(folder: Path) -> None:
+            if self.main:
+                plain.save_pretrained(folder, state_dict=state)
+                tokenizer.save_pretrained(folder)
+
+        self.replace("model", write)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that it is never seen half-written."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def _check_trackers(names: list[str]) -> None:
+    installed = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(
+                f"report_to: there is no tracker {name!r}; there are {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}."
+            )
+        if name not in installed:
+            raise ValueError(
+                f"report_to: the tracker {name!r} is not installed (pip install {name}); "
+                f"installed are: {', '.join(sorted(installed)) or 'none'}."
+            )

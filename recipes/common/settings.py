@@ -1,0 +1,164 @@
+"""Settings of a recipe: a dataclass, filled from YAML files and from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_entmax import EntmaxConfig
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a settings class with its help text."""
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass
+class RunSettings:
+    """What every training recipe can be told."""
+
+    out: str = option("", "folder of the run: model, checkpoint, log; must not hold another run")
+    attention: str = option(
+        "softmax", "softmax, a fixed alpha such as 1.5, learned, or a mapping such as sparsegen_lin"
+    )
+    mapping_options: str = option("", "YAML mapping of that mapping's options, e.g. '{lam: 0.5}'")
+    alpha_init: str = option(
+        "normal", "where a learned alpha starts: a number between 1 and 2, or normal (a ~ N(0, 1))"
+    )
+    output_alpha: float = option(1.0, "alpha of the output probabilities and loss; 1 is softmax with cross-entropy")
+    seed: int = option(0, "of initialisation, order of the data and dropout")
+    epochs: int = option(10, "passes over the training data")
+    batch_size: int = option(64, "examples per optimiser step, over all processes and accumulation steps")
+    gradient_accumulation: int = option(1, "forward and backward passes per optimiser step")
+    lr: float = option(1e-3, "peak learning rate")
+    alpha_lr: float | None = option(None, "peak learning rate of learned alphas (default: lr)")
+    weight_decay: float = option(0.01, "AdamW's; never on alphas, biases and norms")
+    warmup: int = option(
+        400, "optimiser steps of linear warm-up; then lr falls with the inverse square root of the step"
+    )
+    clip_norm: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    mixed_precision: str | None = option(None, "no, bf16 or fp16; default: as accelerate is configured")
+    patience: int = option(0, "stop after so many evaluations without a better dev score; 0 never stops early")
+    checkpoint_steps: int = option(0, "write a checkpoint every so many steps too, not only after each epoch")
+    log_steps: int = option(20, "report every so many optimiser steps")
+    report_to: list[str] = option([], "trackers: tensorboard, wandb, trackio, ...")
+    results: str = option("", "CSV file to append the final numbers to")
+    resume: bool = option(False, "go on with the run in --out where its last checkpoint stands")
+    smoke: bool = option(False, "two steps on a few examples, to see that everything runs")
+    push_to_hub: str = option("", "Hub repository to upload the finished model to")
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "gradient_accumulation", "log_steps"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("lr", "weight_decay", "clip_norm", "patience", "checkpoint_steps"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require("warmup", self.warmup >= 1, "at least 1 step")
+        self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
+        allowed = (None, "no", "bf16", "fp16")
+        self.require("mixed_precision", self.mixed_precision in allowed, "one of no, bf16, fp16")
+        steps = self.gradient_accumulation
+        self.require("batch_size", self.batch_size >= steps, f"at least gradient_accumulation={steps}")
+        self.entmax()  # says now what is wrong with attention, mapping_options, alpha_init and output_alpha
+
+    def require(self, name: str, right: bool, allowed: str) -> None:
+        """Raises ``ValueError`` that names a setting, what was given and what is allowed."""
+        if not right:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}.")
+
+    def entmax(self) -> EntmaxConfig | None:
+        """How the model is to be patched; None where attention and output are softmax."""
+        output = None if self.output_alpha == 1.0 else self.output_alpha
+        kind = self.attention
+        chosen = yaml.safe_load(self.mapping_options) if self.mapping_options else {}
+        if kind == "softmax":
+            fields: dict[str, Any] = {"alpha": 1.0}
+        elif kind == "learned":
+            start = self.alpha_init
+            fields = {"alpha": "learned", "alpha_init": start if start == "normal" else float(start)}
+        elif _number(kind):
+            fields = {"alpha": float(kind)}
+        else:
+            fields = {"mapping": kind}
+        if chosen:
+            fields["mapping_options"] = chosen
+        config = EntmaxConfig(**fields, output_alpha=output)
+        return None if kind == "softmax" and output is None else config
+
+
+SettingsT = TypeVar("SettingsT", bound=RunSettings)
+
+
+def parse(settings_class: type[SettingsT], description: str, arguments: list[str] | None = None) -> SettingsT:
+    """Read ``--config`` files, then the options after them; what comes later wins.
+
+    Args:
+        settings_class: a dataclass; every field becomes an option ``--name`` and may stand in a YAML file.
+        description: for ``--help``; its first paragraph is shown.
+        arguments: the command line; default ``sys.argv[1:]``.
+
+    Exits with status 2 and one line that says what is wrong, for keys and options that do not exist and for values
+    that are not allowed.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", action="append", default=[])
+    given, rest = files.parse_known_args(arguments)
+    parser = HfArgumentParser(settings_class, description=description.strip().split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--config", action="append", help="YAML file of settings; may be given several times")
+    names = [field.name for field in dataclasses.fields(settings_class)]
+    try:
+        stored = [word for file in given.config for word in _words(Path(file), names)]
+        # Unknown options are an error here: HfArgumentParser would hand them back among others.
+        unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in names]
+        if unknown := [word for word in unknown if word not in ("--help", "--config")]:
+            raise ValueError(_unknown(unknown[0], "option", [f"--{name}" for name in names]))
+        settings = parser.parse_args_into_dataclasses([*stored, *rest], look_for_args_file=False)[0]
+    except (ValueError, TypeError, OSError) as error:
+        parser.exit(2, f"{Path(sys.argv[0]).name}: {error}\n")
+    return settings
+
+
+def _words(path: Path, names: list[str]) -> list[str]:
+    """The settings of a YAML file as command-line words, so that both are read in the same way."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings, `name: value` line by line, not a {type(values).__name__}.")
+    words: list[str] = []
+    for name, value in values.items():
+        if name not in names:
+            raise ValueError(f"{path}: {_unknown(str(name), 'setting', names)}")
+        if value is None:
+            continue
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif isinstance(value, dict):
+            words.append(f"--{name}={yaml.safe_dump(value, default_flow_style=True).strip()}")
+        else:
+            words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return words
+
+
+def _unknown(given: str, kind: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(given, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"there is no {kind} {given}.{hint} There are: {', '.join(names)}."
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

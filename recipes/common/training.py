@@ -1,0 +1,241 @@
+"""The training loop of the recipes: accumulation, clipping, warm-up, evaluation, early stopping, exact resume."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from common.batches import Batches
+from common.run import Run
+from common.settings import RunSettings
+from hf_entmax import alphas, is_patched, patch_model
+from hf_entmax.integration.patching import entmax_config
+from hf_entmax.training import alpha_parameter_groups
+
+Loss = Callable[[Any, dict[str, Any]], Tensor]
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is; part of every checkpoint."""
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    best: float = -math.inf
+    best_step: int = 0
+    worse: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    finished: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``Accelerator.save_state``."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For ``Accelerator.load_state``."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def make_sparse(model: Any, settings: RunSettings) -> Any:
+    """Patch a model as the settings say; softmax in attention and output leaves it as it is."""
+    config = settings.entmax()
+    return model if config is None else patch_model(model, config)
+
+
+def count_labels(batch: dict[str, Any]) -> int:
+    """How many positions the loss is a mean over: labels that are not ignored."""
+    return int((batch["labels"] != -100).sum())
+
+
+def count_shifted_labels(batch: dict[str, Any]) -> int:
+    """The same for causal language models, which predict every token but the first of a row."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def count_tokens(batch: dict[str, Any]) -> int:
+    """Tokens that are read or predicted: for the speed. Padding does not count."""
+    read = batch.get("attention_mask", batch["input_ids"] != -1)
+    own_labels = "decoder_input_ids" in batch or batch["labels"].shape != batch["input_ids"].shape
+    return int(read.sum()) + (count_labels(batch) if own_labels and batch["labels"].dim() > 1 else 0)
+
+
+def model_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    """What the model itself computes from its labels: a mean over them."""
+    return model(**batch).loss
+
+
+class Training:
+    """A model, its optimiser and where they stand.
+
+    Args:
+        run: the folder and the processes.
+        model: on any device; it is prepared for the processes here.
+        tokenizer: saved beside the model.
+        batches: of training.
+        evaluate: returns the measures of the model on dev; ``"score"`` among them, higher is better.
+        loss: mean over the labels of a batch; default: the model's own.
+        count: labels of a batch that the loss is a mean over.
+        before_step: called with the share of training that lies behind, in [0, 1], before every optimiser step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: Any,
+        tokenizer: Any,
+        batches: Batches,
+        evaluate: Callable[[Any], dict[str, float]],
+        *,
+        loss: Loss = model_loss,
+        count: Callable[[dict[str, Any]], int] = count_labels,
+        before_step: Callable[[float], None] | None = None,
+    ) -> None:
+        settings = run.settings
+        self.run, self.tokenizer, self.batches = run, tokenizer, batches
+        self.evaluate, self.loss, self.count, self.before_step = evaluate, loss, count, before_step
+        self.accelerator = run.accelerator
+        self.total = 2 if settings.smoke else settings.epochs * len(batches)
+        optimizer = torch.optim.AdamW(_groups(model, settings), lr=settings.lr, betas=(0.9, 0.98))
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        # Not prepared: a prepared schedule moves once per process and step.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer.optimizer, self._rate)
+        self.progress = Progress()
+        self.accelerator.register_for_checkpointing(self.schedule, self.progress)
+        set_seed(settings.seed, device_specific=True)
+        if run.resumes:
+            run.load_checkpoint()
+            run.forget_after(self.progress.step)
+            run.say(f"Going on after step {self.progress.step} of {self.total}.")
+
+    def _rate(self, step: int) -> float:
+        warm = self.run.settings.warmup
+        return min((step + 1) / warm, math.sqrt(warm / (step + 1)))
+
+    def fit(self) -> Any:
+        """Train to the end, keep the best model on dev in the run's folder ``model``; returns the prepared model."""
+        progress, settings = self.progress, self.run.settings
+        bar = tqdm(total=self.total, initial=progress.step, disable=not self.run.main, unit="step", mininterval=5)
+        self.model.train()
+        while not progress.finished:
+            for parts in self.batches.epoch(progress.epoch, progress.step_in_epoch):
+                started = time.perf_counter()
+                values = self._step(parts)
+                progress.seconds += time.perf_counter() - started
+                progress.step += 1
+                progress.step_in_epoch += 1
+                bar.update()
+                if progress.step % settings.log_steps == 0 or settings.smoke:
+                    bar.set_postfix(loss=f"{values['loss']:.3f}")
+                self.run.log(progress.step, **values)
+                if progress.step >= self.total:
+                    break
+                if settings.checkpoint_steps and progress.step % settings.checkpoint_steps == 0:
+                    self.run.save_checkpoint()
+            progress.epoch += 1
+            progress.step_in_epoch = 0
+            self._evaluate(bar)
+            self.run.save_checkpoint()
+        bar.close()
+        return self.model
+
+    def _step(self, parts: list[dict[str, Any]]) -> dict[str, float]:
+        """One optimiser step; the loss is a mean over all labels of the step, wherever they were."""
+        accelerator, settings = self.accelerator, self.run.settings
+        if self.before_step is not None:
+            self.before_step(self.progress.step / self.total)
+        counts = [self.count(part) for part in parts]
+        sums = torch.tensor([sum(counts), sum(map(count_tokens, parts))], device=accelerator.device)
+        labels, tokens = (int(n) for n in accelerator.reduce(sums, reduction="sum"))
+        total = torch.zeros((), device=accelerator.device)
+        for place, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            # Gradients are averaged over processes; this makes them the sum, divided by the labels of all.
+            weight = count / max(1, labels) * accelerator.num_processes
+            last = place == len(parts) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                with accelerator.autocast():
+                    loss = self.loss(self.model, part) * weight
+                # not accelerator.gradient_accumulation_steps: the weights above are shares of the step already
+                accelerator.backward(loss)
+            total += loss.detach().float()
+        values = {}
+        if settings.clip_norm:
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+            values["gradient_norm"] = float(norm) if norm is not None else math.nan
+        values["lr"] = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        if not self.optimizer.step_was_skipped:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        self.progress.tokens += tokens
+        return {"loss": float(accelerator.reduce(total, reduction="mean")), **values}
+
+    def _evaluate(self, bar: Any) -> None:
+        progress, settings = self.progress, self.run.settings
+        self.model.eval()
+        with torch.no_grad():
+            measures = self.evaluate(self.model)
+        self.model.train()
+        if measures["score"] > progress.best:
+            progress.best, progress.best_step, progress.worse = measures["score"], progress.step, 0
+            self.run.save_model(self.model, self.tokenizer)
+        else:
+            progress.worse += 1
+        stop = bool(settings.patience) and progress.worse >= settings.patience
+        progress.finished = stop or progress.step >= self.total
+        known = self._alphas()
+        self.run.log(progress.step, **{f"dev_{name}": value for name, value in measures.items()}, **known)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in {**measures, **known}.items())
+        bar.clear()
+        self.run.say(f"epoch {progress.epoch}, step {progress.step}: {shown}{'  (stops early)' if stop else ''}")
+
+    def _alphas(self) -> dict[str, float]:
+        plain = self.accelerator.unwrap_model(self.model)
+        if not is_patched(plain) or entmax_config(plain).mapping != "entmax":
+            return {}
+        return {f"alpha/{site}": float(values.nanmean()) for site, values in alphas(plain).items()}
+
+    def summary(self) -> dict[str, float]:
+        """What every result row says about the training."""
+        progress = self.progress
+        return {
+            "steps": progress.step,
+            "best_step": progress.best_step,
+            "train_seconds": round(progress.seconds, 1),
+            "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9)),
+        }
+
+
+def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
+    """Parameter groups: alphas at their own rate and without decay, no decay for biases and norms."""
+    learned = is_patched(model) and any(parameter.requires_grad for parameter in _alpha_parameters(model))
+    if learned:
+        return alpha_parameter_groups(
+            model, lr=settings.lr, alpha_lr=settings.alpha_lr, weight_decay=settings.weight_decay
+        )
+    if settings.alpha_lr is not None:
+        raise ValueError(
+            f"alpha_lr={settings.alpha_lr} would have no effect: attention={settings.attention} learns no alpha."
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _alpha_parameters(model: Any) -> list[Any]:
+    return [
+        p for module in model.modules() if "entmax_norm" in module._modules for p in module.entmax_norm.parameters()
+    ]

@@ -1,0 +1,316 @@
+"""Morphological inflection in many languages at once (Peters et al. 2019, sec. 5.1, table 1).
+
+    python recipes/inflection.py --config recipes/configs/inflection.yaml --out runs/infl-softmax
+    python recipes/inflection.py --config recipes/configs/inflection.yaml --out runs/infl-learned \
+        --attention learned --output_alpha 1.5
+    accelerate launch recipes/inflection.py --config ... --out ...                      # as `accelerate config` says
+    torchrun --standalone --nproc_per_node 2 recipes/inflection.py --config ... --out ...          # two CPU processes
+    python recipes/inflection.py --config ... --out runs/ensemble --ensemble runs/a/model runs/b/model runs/c/model
+    python recipes/inflection.py --config ... --out runs/infl-softmax --resume
+
+The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the decoder writes the form letter by letter.
+Attention is softmax, a fixed alpha or learned; so is the output. Data: files of lemma, form and tags as in the CoNLL-SIGMORPHON
+2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``; or one table (or Hub data set) that has a
+column ``lang`` and, if all splits are in it, ``split``. Accuracy is the share of words that are wholly right, averaged over
+languages. The test set is searched with a beam that keeps account of what it drops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+from transformers import DataCollatorForSeq2Seq as Collator
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hf_entmax  # noqa: F401 - patched checkpoints load only with it
+from common.batches import Batches
+from common.data import find, read_rows
+from common.finish import check_hub, finish
+from common.run import Run
+from common.settings import RunSettings, option, parse
+from common.training import Training, make_sparse
+from hf_entmax.generation import beam_search
+
+FIELDS = (
+    *("attention", "output_alpha", "seed", "data", "languages", "ensemble", "accuracy", "accuracy_per_language"),
+    *(
+        "dev_accuracy",
+        "optimal",
+        "exhaustive",
+        "single",
+        "support",
+        "test_words",
+        "search_seconds",
+        "steps",
+        "best_step",
+    ),
+    *("train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+)
+
+
+@dataclasses.dataclass
+class Settings(RunSettings):
+    """What this recipe can be told beside what all can."""
+
+    data: str = option("morph/typology12/{language}/{split}.tsv.gz", "where the data are")
+    train_split: str = option("train-medium", "what {split} is for training")
+    languages: list[str] = option([], "languages to use; default: all there are")
+    dev_words: int = option(100, "words per language that choose the best epoch (greedy); 0 for all")
+    test_words: int = option(0, "words per language to test on; 0 for all")
+    beams: int = option(5, "beam width of the test")
+    width: int = option(128, "of the model")
+    layers: int = option(2, "of encoder and of decoder")
+    heads: int = option(4, "per layer")
+    dropout: float = option(0.2, "everywhere but on attention weights")
+    ensemble: list[str] = option([], "folders of finished models: test their averaged probabilities, train nothing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """One question: the form of a lemma."""
+
+    language: str
+    lemma: str
+    form: str
+    tags: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """What the encoder reads."""
+        return f"<{self.language}>" + "".join(f"<{tag}>" for tag in self.tags) + self.lemma
+
+
+# --- 1. Data -----------------------------------------------------------------------------------------------------------
+
+
+def read_words(settings: Settings, split: str) -> list[Word]:
+    """All words of a split (``train``, ``dev``, ``test``) in the chosen languages."""
+    where = settings.data
+    named = settings.train_split if split == "train" else split
+    if "{language}" in where:
+        rows = [
+            (language, *row)
+            for language in settings.languages or languages_of(where)
+            for row in read_rows(where.format(language=language, split=named), ("lemma", "form", "tags"))
+        ]
+    else:
+        # One table for all languages; with a column `split` where {split} does not name files of their own.
+        columns = ["lang", "lemma", "form", "tags", *([] if "{split}" in where else ["split"])]
+        table = read_rows(where.replace("{split}", named), columns)
+        rows = [row[:4] for row in table if len(row) == 4 or row[4] == split]
+        rows = [row for row in rows if not settings.languages or row[0] in settings.languages]
+    words = [Word(language, lemma, form, tuple(tags.split(";"))) for language, lemma, form, tags in rows]
+    if missing := sorted(set(settings.languages) - {word.language for word in words}):
+        raise ValueError(f"languages: {where} has no {split} words of {', '.join(missing)}.")
+    if not words:
+        raise ValueError(f"{where}: no words for the split {split!r}.")
+    return words
+
+
+def languages_of(where: str) -> list[str]:
+    """The folders that stand where ``{language}`` does."""
+    parent = find(where.split("{language}")[0] or ".")
+    return sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+
+
+def first_of_each(words: list[Word], count: int) -> list[Word]:
+    """At most ``count`` words per language; 0 keeps all."""
+    taken: dict[str, int] = defaultdict(int)
+    kept = []
+    for word in words:
+        taken[word.language] += 1
+        if not count or taken[word.language] <= count:
+            kept.append(word)
+    return kept
+
+
+def build_tokenizer(words: list[Word]) -> PreTrainedTokenizerFast:
+    """Single characters, and a special token for every language and tag of the training data."""
+    special = sorted({f"<{name}>" for word in words for name in (word.language, *word.tags)})
+    characters = sorted({character for word in words for character in word.lemma + word.form})
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *special, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=special,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(words: list[Word], tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Token ids of questions and answers."""
+    sources = tokenizer([word.source for word in words])["input_ids"]
+    targets = tokenizer(text_target=[word.form for word in words])["input_ids"]
+    return [{"input_ids": s, "labels": t} for s, t in zip(sources, targets, strict=True)]
+
+
+# --- 2. Model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(settings: Settings, tokenizer: Any, longest: int) -> BartForConditionalGeneration:
+    """A small BART from scratch, patched as the settings say."""
+    config = BartConfig(
+        vocab_size=len(tokenizer),
+        d_model=settings.width,
+        encoder_layers=settings.layers,
+        decoder_layers=settings.layers,
+        encoder_attention_heads=settings.heads,
+        decoder_attention_heads=settings.heads,
+        encoder_ffn_dim=4 * settings.width,
+        decoder_ffn_dim=4 * settings.width,
+        max_position_embeddings=longest + 16,
+        dropout=settings.dropout,
+        scale_embedding=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+    )
+    model = BartForConditionalGeneration(config)
+    model.generation_config.max_length = None
+    model.generation_config.max_new_tokens = longest
+    return make_sparse(model, settings)
+
+
+# --- 3. Measures -------------------------------------------------------------------------------------------------------
+
+
+def accuracy_per_language(right: dict[str, list[bool]]) -> dict[str, float]:
+    """Share of words that are wholly right, %."""
+    return {language: 100 * sum(flags) / len(flags) for language, flags in sorted(right.items())}
+
+
+def mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def gather(run: Run, rows: list[Any]) -> list[Any]:
+    """What all processes found, on all of them."""
+    if run.accelerator.num_processes == 1:
+        return rows
+    lists: list[list[Any]] = [[] for _ in range(run.accelerator.num_processes)]
+    torch.distributed.all_gather_object(lists, rows)
+    return [row for part in lists for row in part]
+
+
+def questions(words: list[Word], tokenizer: Any, run: Run, size: int = 200) -> Batches:
+    """Words in batches of similar length, shared by the processes."""
+
+    def collate(part: list[Word]) -> dict[str, Any]:
+        return dict(tokenizer([word.source for word in part], padding=True, return_tensors="pt")) | {"words": part}
+
+    return Batches(words, collate, lambda word: len(word.lemma) + len(word.tags), run.accelerator, size)
+
+
+def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
+    """Accuracy of greedy answers, averaged over languages: quick, for choosing the epoch."""
+    plain = run.accelerator.unwrap_model(model)
+    rows = []
+    for batch in questions(words, tokenizer, run).in_order():
+        part = batch.pop("words")
+        answers = tokenizer.batch_decode(plain.generate(**batch, num_beams=1), skip_special_tokens=True)
+        rows += [(word.language, answer == word.form) for word, answer in zip(part, answers, strict=True)]
+    right = defaultdict(list)
+    for language, flag in gather(run, rows):
+        right[language].append(flag)
+    return {"score": mean(accuracy_per_language(right).values())}
+
+
+def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run, beams: int) -> dict[str, Any]:
+    """Beam search with a certificate over the test words; several models are averaged."""
+    rows = []
+    for batch in tqdm(
+        list(questions(words, tokenizer, run).in_order()), disable=not run.main, mininterval=5, unit="batch"
+    ):
+        part = batch.pop("words")
+        for word, result in zip(part, beam_search(members, batch, num_beams=beams), strict=True):
+            answer = "" if result.best is None else tokenizer.decode(result.best, skip_special_tokens=True)
+            known = len(result) if result.exhaustive else 0
+            rows.append((word.language, answer == word.form, result.optimal, result.exhaustive, known))
+    rows = gather(run, rows)
+    right = defaultdict(list)
+    for language, flag, *_ in rows:
+        right[language].append(flag)
+    each = accuracy_per_language(right)
+    return {
+        "accuracy": round(mean(each.values()), 2),
+        "accuracy_per_language": " ".join(f"{language}={value:.1f}" for language, value in each.items()),
+        "optimal": round(100 * mean(row[2] for row in rows), 2),
+        "exhaustive": round(100 * mean(row[3] for row in rows), 2),
+        "single": round(100 * mean(row[4] == 1 for row in rows), 2),
+        "test_words": len(rows),
+    }
+
+
+# --- 4. One run --------------------------------------------------------------------------------------------------------
+
+
+def main(settings: Settings) -> None:
+    train, dev, test = (read_words(settings, split) for split in ("train", "dev", "test"))
+    dev, test = first_of_each(dev, settings.dev_words), first_of_each(test, settings.test_words)
+    if settings.smoke:
+        train, dev, test = (first_of_each(words, 4) for words in (train, dev, test))
+    check_hub(settings.push_to_hub)
+    run = Run(settings, "inflection")
+    measures: dict[str, Any] = {}
+    if settings.ensemble:
+        tokenizer = AutoTokenizer.from_pretrained(settings.ensemble[0])
+        members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in settings.ensemble]
+    else:
+        set_seed(settings.seed)
+        tokenizer = build_tokenizer(train)
+        examples = encode(train, tokenizer)
+        longest = max(len(side) for example in examples for side in example.values())
+        longest = max(longest, *(len(ids) for ids in tokenizer([word.source for word in dev + test])["input_ids"]))
+        model = build_model(settings, tokenizer, longest)
+        run.say(f"{len(train)} training words, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+        batches = Batches(
+            examples,
+            Collator(tokenizer, model=model),
+            lambda example: len(example["input_ids"]) + len(example["labels"]),
+            run.accelerator,
+            settings.batch_size,
+            settings.gradient_accumulation,
+            settings.seed,
+        )
+        training = Training(run, model, tokenizer, batches, lambda m: greedy_accuracy(m, dev, tokenizer, run))
+        training.fit()
+        measures |= training.summary() | {"dev_accuracy": round(training.progress.best, 2)}
+        members = [AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model")]
+    members = [member.to(run.accelerator.device).eval() for member in members]
+    measures |= search_test(members, test, tokenizer, run, settings.beams)
+    measures |= {
+        "data": settings.train_split,
+        "languages": len({word.language for word in test}),
+        "ensemble": len(settings.ensemble) or "",
+    }
+    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
+    finish(run, FIELDS, measures, task="text2text-generation", data="sigmorphon-2018", main_measures=["accuracy"])
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))
