@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from multilabel_data import Split, TextData, english_verb_texts, read_texts
-from multilabel_results import Results, f1_scores, score
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_entmax import patch_model
 from hf_entmax.integration.observe import observe_attention
 from hf_entmax.multilabel import multilabel_predict, multilabel_probabilities
+from multilabel_data import Split, TextData, english_verb_texts, read_texts
+from multilabel_results import Results, f1_scores, score
 
 DENSE = ("softmax", "entmax(alpha=1)")
 
