@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import platform
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hf_entmax
+sys.path.insert(0, str(Path(__file__).parent))
+
+import common.results
+from common.results import command, hardware, versions
 
 FIELDS: tuple[str, ...] = (
     "study",
@@ -37,6 +37,8 @@ FIELDS: tuple[str, ...] = (
     "hardware",
     "versions",
 )
+#: Options that name folders of one machine.
+PLACES = ("--data-dir", "--out")
 KEY = ("study", "dataset", "setting", "method", "seed", "empty_rows", "test_rows")
 
 
@@ -86,43 +88,8 @@ def score(probs: Tensor, predicted: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
-def hardware() -> str:
-    """The processor, and how many threads were used."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    if torch.cuda.is_available():
-        name += f" + {torch.cuda.get_device_name()}"
-    return f"{name}, {torch.get_num_threads()} thread(s)"
-
-
-def command(arguments: list[str]) -> str:
-    """How the recipe was called, without the folders of this machine."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and not argument.startswith(("--data-dir", "--out")):
-            kept.append(argument)
-        skip = argument in ("--data-dir", "--out")
-    return shlex.join(["python", "recipes/multilabel.py", *kept])
-
-
-def versions() -> str:
-    """Versions of what computed the numbers."""
-    import sklearn
-    import transformers
-
-    return (
-        f"hf_entmax {hf_entmax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"scikit-learn {sklearn.__version__}, python {platform.python_version()}"
-    )
-
-
-class Results:
-    """A CSV file that grows by a row for each finished run, and knows which runs it holds.
+class Results(common.results.Results):
+    """The CSV file of a study; every row says by which command, where and with what it was made.
 
     Args:
         path: the file; it is made with its folders when the first row comes.
@@ -132,32 +99,9 @@ class Results:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as lines:
-                reader = csv.DictReader(lines)
-                if tuple(reader.fieldnames or ()) != FIELDS:
-                    raise ValueError(
-                        f"{path} has the columns {reader.fieldnames}, not {list(FIELDS)}: use another --out."
-                    )
-                self.rows = list(reader)
-
-    def has(self, **key: Any) -> bool:
-        """Whether a run is there already; what is not given may be anything."""
-        return any(all(row[name] == str(value) for name, value in key.items()) for row in self.rows)
+        super().__init__(path, FIELDS)
 
     def add(self, **values: Any) -> None:
         """Append one row, on disk at once."""
-        values |= {"command": command(sys.argv[1:]), "hardware": hardware(), "versions": versions()}
-        row = {name: str(values.get(name, "")) for name in FIELDS}
-        if unknown := sorted(set(values) - set(FIELDS)):
-            raise ValueError(f"no columns for {unknown}.")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as lines:
-            writer = csv.DictWriter(lines, FIELDS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-        self.rows.append(row)
+        origin = {"command": command(PLACES), "hardware": hardware(), "versions": versions("scikit-learn")}
+        super().add(**values, **origin)

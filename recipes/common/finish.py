@@ -49,7 +49,7 @@ def finish(
     if not run.main:
         run.accelerator.wait_for_everyone()
         return
-    origin = {"command": command(PLACES), "hardware": hardware(), "versions": versions("accelerate")}
+    origin = {"command": command(PLACES, ("--report_to",)), "hardware": hardware(), "versions": versions("accelerate")}
     row = {"attention": run.settings.attention, "output_alpha": run.settings.output_alpha, "seed": run.settings.seed}
     row |= {**measures, "processes": run.accelerator.num_processes, **origin}
     write_atomically(run.folder / "result.json", json.dumps(row, indent=1))

@@ -74,14 +74,24 @@ def hardware() -> str:
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
-def command(without: Sequence[str] = ()) -> str:
-    """How the recipe was called, without the options named (folders of this machine)."""
-    kept, skip = [], False
+def command(without: Sequence[str] = (), lists: Sequence[str] = ()) -> str:
+    """How the recipe was called.
+
+    Args:
+        without: options to leave out with their value (folders of this machine).
+        lists: those of them that take any number of values.
+    """
+    kept = []
+    skip = 0  # so many values may still belong to an option that is left out
     for word in sys.argv[1:]:
-        own = word.split("=")[0] in without
-        if not skip and not own:
+        name, equals, _ = word.partition("=")
+        if name in without:
+            skip = 0 if equals else len(sys.argv) if name in lists else 1
+        elif skip and not word.startswith("--"):
+            skip -= 1
+        else:
             kept.append(word)
-        skip = own and "=" not in word
+            skip = 0
     return shlex.join(["python", f"recipes/{Path(sys.argv[0]).name}", *kept])
 
 

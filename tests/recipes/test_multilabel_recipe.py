@@ -154,7 +154,7 @@ def test_models_trained_together_do_not_touch_each_other():
     assert torch.allclose(recipe.fit(other, included, l2, "sparsehourglass", config, seed=0)[0], together[0], atol=1e-6)
 
 
-def test_results_resume_and_hold_no_folders(tmp_path):
+def test_results_resume_and_hold_no_folders(tmp_path, monkeypatch):
     path = tmp_path / "out" / "a.csv"
     book = results.Results(path)
     book.add(study="mulan", dataset="d", setting="", method="m", seed=0, micro_f1=0.5)
@@ -163,10 +163,13 @@ def test_results_resume_and_hold_no_folders(tmp_path):
     with pytest.raises(ValueError, match="no columns"):
         again.add(accuracy=1)
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="use another --out"):
+    with pytest.raises(ValueError, match="use another file"):
         results.Results(path)
     words = ["--config", "c.yaml", "--data-dir", "/somewhere", "seeds=[0, 1]", "--out=/elsewhere"]
-    assert results.command(words) == "python recipes/multilabel.py --config c.yaml 'seeds=[0, 1]'"
+    monkeypatch.setattr(sys, "argv", ["somewhere/multilabel.py", *words])
+    book.add(study="mulan")
+    assert book.rows[-1]["command"] == "python recipes/multilabel.py --config c.yaml 'seeds=[0, 1]'"
+    assert "scikit-learn" in book.rows[-1]["versions"]
 
 
 def test_mulan_study_with_empty_rows(mulan, tmp_path):
