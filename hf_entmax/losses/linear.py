@@ -21,7 +21,8 @@ from hf_entmax.losses.rows import (
 )
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options
 
-# How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU.
+# How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU, and up to twice that where the
+# weight, whose gradient every chunk goes through, is larger still.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 # Gradients go through the columns in use as long as these are at most this share of the vocabulary.
 COLUMN_SHARE = 0.25
@@ -243,7 +244,7 @@ def linear_entmax_loss(
         ignore_index: rows with this class index contribute neither loss nor gradient.
         reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that are not ignored (0 if there are none).
         chunk_size: rows per chunk, at least 1. By default as many as make 64 MiB of float32 logits on a CPU, 512 MiB on
-            a GPU.
+            a GPU, or half the size of ``weight`` if that is more, but not more than twice as many.
         softcap: logits are squashed into ``(-softcap, softcap)`` as in Gemma 2; None leaves them alone.
         label_smoothing: share of the target mass spread evenly over the classes, in [0, 1].
 
@@ -277,7 +278,7 @@ def linear_entmax_loss(
         kept = keep.nonzero().squeeze(-1)
         rows, target = rows[kept], target[kept]
         flat_alpha = flat_alpha[kept] if per_row is not None else flat_alpha  # type: ignore[index]
-    chunk = chunk_size or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // classes)
+    chunk = chunk_size or _rows_per_chunk(weight)
     scale = None
     if reduction != "none":
         count = max(rows.shape[0], 1) if reduction == "mean" else 1
@@ -291,6 +292,11 @@ def linear_entmax_loss(
     if kept is not None:
         result = result.new_zeros(total).index_put((kept,), result)  # type: ignore[union-attr]
     return reduce_losses(result, keep, "none", shape, dtype)  # type: ignore[arg-type]
+
+
+def _rows_per_chunk(weight: Tensor) -> int:
+    elements = CHUNK_ELEMENTS.get(weight.device.type, 1 << 24)
+    return max(1, min(max(elements, weight.numel() // 2), 2 * elements) // weight.shape[0])
 
 
 def _like_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -126,6 +126,9 @@ def solve_shift(
     # Where sum p is smooth enough, the error after a step is far below the step squared: no need to look once more.
     smooth = not isinstance(u, Tensor) and u <= 0.5
     enough = 0.01 * math.sqrt(eps) if smooth else 2 * eps
+    if not isinstance(u, Tensor) and u <= 0.1:
+        # The error after a step is about its square times sum p^(1 - 2u), which is at most K^(2u), a few units here.
+        enough = 0.1 * math.sqrt(eps)
     for _ in range(MAX_STEPS):
         total, slope = _total_and_slope(centred - shift, u)
         step = (total / mass).log_() * total / slope
@@ -209,12 +212,45 @@ def _pack(
 
 
 def _dense_guess(centred: Tensor, u: float | Tensor) -> Tensor | None:
-    """The shift estimated from every eighth entry."""
-    if centred.shape[-1] < DENSE_LENGTH * 8:
+    """The shift estimated from the maxima of blocks and every eighth of the other entries, which stands for all eight.
+
+    The maxima count one by one, because a few of them may hold most of the mass, which a sample alone would miss.
+    """
+    rows, length = centred.shape
+    if length < DENSE_LENGTH * 8:
         return None
-    sample = centred[:, ::8].contiguous()
-    low = torch.full_like(centred[:, :1], -math.log(8.0) - 1.0)
-    return solve_shift(sample, u, at_least=low, length=centred.shape[-1], mass=sample.shape[-1] / centred.shape[-1])
+    block = 128
+    blocks = centred[:, : length // block * block].view(rows, -1, block)
+    heads = blocks.amax(-1)
+    others = blocks[..., ::8]
+    others = torch.where(others < heads[..., None], others, -math.inf).flatten(1)
+    shift = torch.zeros_like(centred[:, :1])
+    for _ in range(8):
+        total, slope = _total_and_slope(heads - shift, u)
+        more, steeper = _total_and_slope(others - shift, u)
+        total, slope = total + 8.0 * more, slope + 8.0 * steeper
+        step = total.log() * total / slope
+        shift = shift + step
+        if bool((step.abs() < 0.01).all()):
+            break
+    # Rows without a finite entry have no shift, here as there.
+    return torch.where(shift.isfinite(), shift, 0.0)
+
+
+def _solve_softmax(scores: Tensor, maximum: Tensor, impossible: Tensor) -> RowSolution:
+    """:func:`solve_rows` at ``u = 0``: the shift is the logarithm of one sum, nothing has to be searched."""
+    probs = torch.sub(scores.to(maximum.dtype), maximum).exp_()
+    total = probs.sum(-1, keepdim=True)
+    exact = maximum.dtype if scores.device.type == "mps" else torch.float64
+    conjugate = total.to(exact).log()
+    # What float32 loses of the logarithm, the scale makes good: exp(z - m - shift) scale = exp(z - m) / total.
+    shift = conjugate.to(maximum.dtype)
+    scale = (shift.to(exact) - conjugate).exp().to(maximum.dtype)
+    probs.div_(total)
+    if bool(impossible.any()):
+        shift, scale = shift.masked_fill(impossible, 0.0), scale.masked_fill(impossible, 0.0)
+        probs, conjugate = probs.masked_fill_(impossible, 0.0), conjugate.masked_fill(impossible, 0.0)
+    return RowSolution(maximum, shift, scale, conjugate.squeeze(-1), probs, None, impossible.squeeze(-1))
 
 
 def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
@@ -235,6 +271,8 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
     any_impossible = bool(impossible.any())
     if any_impossible:
         maximum = maximum.masked_fill(impossible, 0.0)
+    if not isinstance(u, Tensor) and u == 0:
+        return _solve_softmax(scores, maximum, impossible)
     # 1/u is how far below the maximum an entry may lie: for alpha close to 1 there is nothing to rule out.
     selective = bool((u > 0.02).all()) if isinstance(u, Tensor) else u > 0.02
     found = None
@@ -255,12 +293,9 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
     probs.mul_(scale)
     # Rows are many and long, their sums are few: float64 costs nothing there, where there is float64.
     exact = wide if scores.device.type == "mps" else torch.float64
-    if not isinstance(u, Tensor) and u == 0:
-        conjugate = (shift.to(exact) + total.to(exact).log()).squeeze(-1)
-    else:
-        # p.(z - m): 0 * -inf, an impossible candidate, counts 0.
-        mean = torch.einsum("nk,nk->n", probs, centred.clamp_(min=torch.finfo(wide).min / length))[:, None]
-        conjugate = ((shift.to(exact) + u * mean.to(exact)) / (1.0 + u)).squeeze(-1)
+    # p.(z - m): 0 * -inf, an impossible candidate, counts 0.
+    mean = torch.einsum("nk,nk->n", probs, centred.clamp_(min=torch.finfo(wide).min / length))[:, None]
+    conjugate = ((shift.to(exact) + u * mean.to(exact)) / (1.0 + u)).squeeze(-1)
     conjugate = conjugate.masked_fill(impossible.squeeze(-1), 0.0) if any_impossible else conjugate
     if columns is not None:
         row, place = probs.nonzero(as_tuple=True)
