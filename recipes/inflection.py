@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
 from common.batches import Batches
 from common.data import find, read_rows
-from common.finish import check_hub, finish
+from common.finish import check_finish, finish
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -274,7 +274,7 @@ def main(settings: Settings) -> None:
     dev, test = first_of_each(dev, settings.dev_words), first_of_each(test, settings.test_words)
     if settings.smoke:
         train, dev, test = (first_of_each(words, 4) for words in (train, dev, test))
-    check_hub(settings.push_to_hub)
+    check_finish(settings, FIELDS)
     run = Run(settings, "inflection")
     measures: dict[str, Any] = {}
     if settings.ensemble:

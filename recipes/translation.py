@@ -42,11 +42,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from common.batches import Batches
 from common.data import read_pairs
-from common.finish import check_hub, finish
+from common.finish import check_finish, finish
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
-
 from hf_entmax.analysis import collect
 from hf_entmax.generation import beam_search
 
@@ -244,7 +243,7 @@ def main(settings: Settings) -> None:
     if settings.smoke:
         train, dev, tests = train[:200], dev[:8], {name: pairs[:8] for name, pairs in tests.items()}
     shown = dev[: settings.dev_sentences or None]
-    check_hub(settings.push_to_hub)
+    check_finish(settings, FIELDS)
     run = Run(settings, "translation")
     set_seed(settings.seed)
     if settings.model:

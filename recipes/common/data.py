@@ -40,19 +40,33 @@ def read_rows(where: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
         columns: their names; a number names a column of a table without a header, from 0.
 
     Returns:
-        The columns of each row, stripped; none is empty.
+        The columns of each row, stripped; none is empty. A JSON list of sentences is one text.
 
     Raises:
         FileNotFoundError: if there is no such file or data set.
         ValueError: for bad UTF-8, a wrong number of columns, an empty field, broken JSON or no row at all, with file and line.
     """
+    return [tuple(" ".join(texts) for texts in row) for row in read_lists(where, columns)]
+
+
+def read_lists(where: str, columns: Sequence[str]) -> list[tuple[list[str], ...]]:
+    """As `read_rows`, for columns that hold several texts, such as the references of a summary.
+
+    Returns:
+        The texts of each column of each row: the members of a JSON list, else one.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`.
+    """
+    rows: list[tuple[list[str], ...]]
     if where.startswith(HUB):
         rows = list(_hub_rows(where, columns))
     else:
         path = find(where)
         name = path.name.removesuffix(".gz")
         if name.endswith((".tsv", ".csv")):
-            rows = list(_table_rows(path, columns, "\t" if name.endswith(".tsv") else ","))
+            table = _table_rows(path, columns, "\t" if name.endswith(".tsv") else ",")
+            rows = [tuple([text] for text in row) for row in table]
         elif name.endswith((".jsonl", ".json")):
             rows = list(_json_rows(path, columns))
         else:
@@ -112,7 +126,7 @@ def _table_rows(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[
         yield _complete((cells[place] for place in places), columns, f"{path}:{number}")
 
 
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[list[str], ...]]:
     for number, line in numbered_lines(path):
         where = f"{path}:{number}"
         try:
@@ -122,7 +136,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield _fields(record, columns, where)
 
 
-def _hub_rows(where: str, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _hub_rows(where: str, columns: Sequence[str]) -> Iterator[tuple[list[str], ...]]:
     import datasets
 
     name, at, split = where.removeprefix(HUB).partition("@")
@@ -137,15 +151,19 @@ def _hub_rows(where: str, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield _fields(record, columns, f"{where}, record {place}")
 
 
-def _fields(record: Any, columns: Sequence[str], where: str) -> tuple[str, ...]:
+def _fields(record: Any, columns: Sequence[str], where: str) -> tuple[list[str], ...]:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object with {', '.join(columns)}, found {type(record).__name__}.")
     fields = record | record["translation"] if isinstance(record.get("translation"), dict) else record
     if missing := [column for column in columns if column not in fields]:
         raise ValueError(f"{where}: no {', '.join(missing)}; it has {', '.join(map(str, fields))}.")
-    # A list of sentences is one text; of several references the first is learned from.
-    values = (fields[column] for column in columns)
-    return _complete((" ".join(v) if isinstance(v, list) else str(v) for v in values), columns, where)
+    row = []
+    for column in columns:
+        value = fields[column]
+        texts = [str(text).strip() for text in (value if isinstance(value, list) else [value]) if text is not None]
+        _complete(iter([" ".join(texts)]), [column], where)
+        row.append([text for text in texts if text])
+    return tuple(row)
 
 
 def _complete(values: Iterator[str], columns: Sequence[str], where: str) -> tuple[str, ...]:

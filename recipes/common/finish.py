@@ -11,10 +11,22 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 from common.results import Results, command, hardware, versions
 from common.run import Run, write_atomically
+from common.settings import RunSettings
 from hf_entmax.integration.card import MARKER
 
 #: Options that name places of one machine; a command that others can use leaves them out.
 PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub")
+
+
+def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
+    """Say before training what would fail after it: the row of results, the upload.
+
+    Raises:
+        ValueError: if the results file has other columns, or if nobody is logged in to the Hub.
+    """
+    if settings.results:
+        Results(Path(settings.results), fields)
+    check_hub(settings.push_to_hub)
 
 
 def check_hub(repository: str) -> None:
@@ -46,23 +58,29 @@ def finish(
         data: name of the data.
         main_measures: those that stand in the card's metadata.
     """
-    if not run.main:
-        run.accelerator.wait_for_everyone()
-        return
+    if run.main:
+        _write(run, fields, measures, task=task, data=data, main_measures=main_measures)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()  # on every process: it closes the trackers and ends the processes' group
+
+
+def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: Any) -> None:
     origin = {"command": command(PLACES, ("--report_to",)), "hardware": hardware(), "versions": versions("accelerate")}
     row = {"attention": run.settings.attention, "output_alpha": run.settings.output_alpha, "seed": run.settings.seed}
     row |= {**measures, "processes": run.accelerator.num_processes, **origin}
+    finished = (run.folder / "result.json").exists()
     write_atomically(run.folder / "result.json", json.dumps(row, indent=1))
-    write_card(run.folder / "model", run.name, row, task=task, data=data, main_measures=main_measures)
+    model = run.folder / "model"
+    write_card(model if model.exists() else run.folder, run.name, row, **card)  # an ensemble has no model of its own
     if run.settings.results and not run.settings.smoke:
-        Results(Path(run.settings.results), fields).add(**row)
+        book = Results(Path(run.settings.results), fields)
+        # A finished run that is resumed only tests again.
+        if not (finished and book.has(command=row["command"])):
+            book.add(**row)
     if run.settings.push_to_hub:
         api = HfApi()
         api.create_repo(run.settings.push_to_hub, exist_ok=True)
         api.upload_folder(repo_id=run.settings.push_to_hub, folder_path=run.folder / "model")
-    if run.settings.report_to:
-        run.accelerator.end_training()
-    run.accelerator.wait_for_everyone()
 
 
 def write_card(
@@ -76,11 +94,12 @@ def write_card(
     ]
     table = ["| measure | value |", "|---|---|"]
     table += [f"| {name} | {value} |" for name, value in row.items() if value not in ("", None)]
-    section = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on {data}.\n\n" + "\n".join(table) + "\n"
+    heading = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on "
+    section = f"{heading}{data}.\n\n" + "\n".join(table) + "\n"
     if path.exists():
         # The line that marks the card as the plugin's goes: a later save_pretrained must not overwrite these numbers.
         card = ModelCard(path.read_text(encoding="utf-8").replace(MARKER + "\n", ""))
-        card.text = card.text.rstrip() + "\n" + section
+        card.text = card.text.partition(heading)[0].rstrip() + "\n" + section  # in place of what an earlier test found
     else:
         header = ModelCardData(library_name="transformers", tags=["hf_entmax"]).to_yaml()
         card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n{section}")

@@ -17,6 +17,8 @@ from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.
 FREE = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
+#: One of these is there as soon as a run has done something.
+STARTED = ("log.jsonl", "checkpoint", "checkpoint.old", "model", "model.old", "result.json")
 
 
 class Run:
@@ -40,9 +42,8 @@ class Run:
         _check_trackers(settings.report_to)
         self.settings, self.name = settings, name
         self.folder = Path(settings.out)
-        precision = None if settings.mixed_precision is None else settings.mixed_precision
         self.accelerator = Accelerator(
-            mixed_precision=precision,
+            mixed_precision=settings.mixed_precision,
             log_with=list(settings.report_to) or None,
             project_dir=str(self.folder),
         )
@@ -74,6 +75,8 @@ class Run:
             if self.folder.exists() and any(self.folder.iterdir()):
                 raise ValueError(f"--out {self.folder} holds files that are no run's: give a new or empty folder.")
             return False
+        if not any((self.folder / name).exists() for name in STARTED):
+            return False  # an earlier start failed before its first step: nothing is lost
         if not self.settings.resume:
             raise ValueError(
                 f"--out {self.folder} holds a run already: add --resume to go on with it, or give another."

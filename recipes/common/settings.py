@@ -78,11 +78,18 @@ class RunSettings:
         """How the model is to be patched; None where attention and output are softmax."""
         output = None if self.output_alpha == 1.0 else self.output_alpha
         kind = self.attention
-        chosen = yaml.safe_load(self.mapping_options) if self.mapping_options else {}
+        try:
+            chosen = yaml.safe_load(self.mapping_options) if self.mapping_options else {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"mapping_options={self.mapping_options!r} is not YAML: {error}") from error
+        self.require("mapping_options", isinstance(chosen, dict), "a YAML mapping such as '{lam: 0.5}'")
+        start = self.alpha_init
+        self.require("alpha_init", start == "normal" or _number(start), "normal or a number between 1 and 2")
+        if start != "normal" and kind != "learned":
+            raise ValueError(f"alpha_init={start} would have no effect: attention={kind} learns no alpha.")
         if kind == "softmax":
             fields: dict[str, Any] = {"alpha": 1.0}
         elif kind == "learned":
-            start = self.alpha_init
             fields = {"alpha": "learned", "alpha_init": start if start == "normal" else float(start)}
         elif _number(kind):
             fields = {"alpha": float(kind)}

@@ -116,7 +116,8 @@ class Training:
         set_seed(settings.seed, device_specific=True)
         if run.resumes:
             run.load_checkpoint()
-            run.forget_after(self.progress.step)
+        run.forget_after(self.progress.step)  # also where a run was killed before its first checkpoint
+        if run.resumes:
             run.say(f"Going on after step {self.progress.step} of {self.total}.")
 
     def _rate(self, step: int) -> float:
