@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
@@ -43,6 +44,7 @@ class Run:
         self.settings, self.name = settings, name
         self.folder = Path(settings.out)
         self.accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # else the processes of torchrun would not find each other
             mixed_precision=settings.mixed_precision,
             log_with=list(settings.report_to) or None,
             project_dir=str(self.folder),
@@ -132,7 +134,7 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write everything that training needs to go on exactly, in place of the previous checkpoint."""
-        self.replace("checkpoint", lambda folder: self.accelerator.save_state(str(folder), safe_serialization=True))
+        self.replace("checkpoint", lambda folder: self.accelerator.save_state(str(folder), safe_serialization=False))
 
     def load_checkpoint(self) -> None:
         """Restore model, optimiser, schedule, progress and the random numbers of every process."""
