@@ -103,6 +103,28 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
+def read_text(where: str, column: str = "text") -> list[str]:
+    """Running text: the lines of a ``.txt`` file, or one text per record. Blank lines belong to it and are kept.
+
+    Args:
+        where: a ``.txt`` file, or what `read_rows` reads (also ``.gz``, ``hub:``).
+        column: which column of records holds the text.
+
+    Raises:
+        FileNotFoundError: as `read_rows`.
+        ValueError: as `read_rows`, but only where there is no word at all is a blank line an error.
+    """
+    if where.startswith(HUB):
+        lines = [str(_require(record, [column], place)[column]) for place, record in _hub_records(where)]
+    elif Path(where).name.removesuffix(".gz").endswith(".txt"):
+        lines = [line for _, line in numbered_lines(find(where))]
+    else:
+        lines = [row[0] for row in read_rows(where, (column,))]
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{where}: there is nothing in it.")
+    return [line.rstrip("\n") for line in lines]
+
+
 def _table_rows(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[tuple[str, ...]]:
     places: list[int] = []
     width = 0
@@ -137,6 +159,12 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[list[str], 
 
 
 def _hub_rows(where: str, columns: Sequence[str]) -> Iterator[tuple[list[str], ...]]:
+    for place, record in _hub_records(where):
+        yield _fields(record, columns, place)
+
+
+def _hub_records(where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Records with what to call them in a complaint."""
     import datasets
 
     name, at, split = where.removeprefix(HUB).partition("@")
@@ -148,15 +176,14 @@ def _hub_rows(where: str, columns: Sequence[str]) -> Iterator[tuple[list[str], .
     except (FileNotFoundError, ConnectionError, OSError) as error:
         raise FileNotFoundError(f"{where}: the data set cannot be loaded ({error}).") from error
     for place, record in enumerate(data):
-        yield _fields(record, columns, f"{where}, record {place}")
+        yield f"{where}, record {place}", record
 
 
 def _fields(record: Any, columns: Sequence[str], where: str) -> tuple[list[str], ...]:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object with {', '.join(columns)}, found {type(record).__name__}.")
     fields = record | record["translation"] if isinstance(record.get("translation"), dict) else record
-    if missing := [column for column in columns if column not in fields]:
-        raise ValueError(f"{where}: no {', '.join(missing)}; it has {', '.join(map(str, fields))}.")
+    _require(fields, columns, where)
     row = []
     for column in columns:
         value = fields[column]
@@ -164,6 +191,12 @@ def _fields(record: Any, columns: Sequence[str], where: str) -> tuple[list[str],
         _complete(iter([" ".join(texts)]), [column], where)
         row.append([text for text in texts if text])
     return tuple(row)
+
+
+def _require(record: Any, columns: Sequence[str], where: str) -> Any:
+    if missing := [column for column in columns if column not in record]:
+        raise ValueError(f"{where}: no {', '.join(missing)}; it has {', '.join(map(str, record))}.")
+    return record
 
 
 def _complete(values: Iterator[str], columns: Sequence[str], where: str) -> tuple[str, ...]:

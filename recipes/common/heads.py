@@ -1,0 +1,34 @@
+"""What the heads of a model do, in a few numbers per site, for the tables of the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hf_entmax.analysis import collect
+
+
+def head_statistics(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Means over the heads, on every process alike.
+
+    Args:
+        model: patched or plain, not wrapped.
+        batches: as `hf_entmax.analysis.collect` takes them.
+
+    Returns:
+        For every site ``density_SITE`` (share of the possible weights that are not zero), ``support_SITE`` (keys with
+        nonzero weight per query), ``js_SITE`` (Jensen-Shannon diversity of the heads of a layer); ``density`` is the mean
+        over the heads of all sites.
+
+    Reference:
+        Correia, Niculae, Martins 2019, figs. 4 and 6.
+    """
+    found = collect(model, list(batches), groups=["sparsity", "diversity"], progress=False)
+    measures = {}
+    heads: list[float] = []
+    for site, density in found.density.items():
+        measures[f"density_{site}"] = round(float(density.nanmean()), 4)
+        measures[f"support_{site}"] = round(float(found.mean_support[site].nanmean()), 3)
+        measures[f"js_{site}"] = round(float(found.head_diversity[site].nanmean()), 4)
+        heads += density[~density.isnan()].tolist()
+    return {"density": round(sum(heads) / len(heads), 4), **measures}

@@ -1,0 +1,417 @@
+"""Causal language modelling, from scratch or from a pretrained model (measures of Martins et al. 2020, sec. 4).
+
+    python recipes/language_modeling.py --config recipes/configs/language_modeling_wikitext2.yaml --out runs/lm-softmax
+    python recipes/language_modeling.py --config recipes/configs/language_modeling_wikitext2.yaml --out runs/lm-learned \
+        --attention learned --output_alpha 1.5
+    accelerate launch recipes/language_modeling.py --config ... --out ...               # as `accelerate config` says
+    torchrun --standalone --nproc_per_node 2 recipes/language_modeling.py --config ... --out ...   # two CPU processes
+    python recipes/language_modeling.py --model openai-community/gpt2 --attention learned --alpha_init 1.05 --lr 5e-5 \
+        --block 512 --data hub:Salesforce/wikitext#wikitext-2-raw-v1@{split} --dev_split validation --out runs/gpt2
+    python recipes/language_modeling.py --config ... --out runs/lm-softmax --resume
+
+Attention is softmax, a fixed alpha or learned; so is the output. The lines of a text are joined and cut into blocks of
+equal length. The last token of a block is the first of the next, so that every token is predicted exactly once. **No state
+is carried over**: in a block a token sees only what stands before it in that block, the first ones see next to nothing, and
+perplexities are therefore higher than with a sliding window or a cache. Perplexity per word counts the words between blanks
+and one end per line, the usual way for WikiText; it compares across tokenizers, perplexity per token does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hf_entmax  # noqa: F401 - patched checkpoints load only with it
+from common.batches import Batches
+from common.data import read_text
+from common.finish import check_finish, finish
+from common.heads import head_statistics
+from common.run import Run, write_atomically
+from common.settings import RunSettings, option, parse
+from common.training import Training, count_shifted_labels, make_sparse
+from hf_entmax.generation import SamplingMetrics
+from hf_entmax.ops import entmax
+
+FIELDS = (
+    *("attention", "output_alpha", "mapping_options", "seed", "data", "architecture", "perplexity", "word_perplexity"),
+    *(
+        "epsilon_perplexity",
+        "word_epsilon_perplexity",
+        "sparsemax_score",
+        "jensen_shannon",
+        "support_size",
+        "ruled_out",
+    ),
+    *("dev_epsilon_perplexity", "test_tokens", "test_words", "density", "density_decoder_self", "support_decoder_self"),
+    *(
+        "js_decoder_self",
+        "distinct_1",
+        "distinct_2",
+        "distinct_4",
+        "rep_16",
+        "rep_128",
+        "human_distinct_2",
+        "human_rep_16",
+    ),
+    *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+)
+
+Block = dict[str, list[int]]
+
+
+@dataclasses.dataclass
+class Settings(RunSettings):
+    """What this recipe can be told beside what all can."""
+
+    data: str = option(
+        "lm/wikitext-2/{split}.txt.gz", "where the text is; {split} stands for train, dev_split and test"
+    )
+    dev_split: str = option("valid", "what {split} is for dev")
+    column: str = option("text", "which column has the text, where the data have columns")
+    train_tokens: int = option(0, "train on so many tokens from the beginning; 0 for all")
+    dev_tokens: int = option(0, "tokens of dev that choose the best epoch; 0 for all")
+    test_tokens: int = option(0, "tokens of the test text; 0 for all")
+    block: int = option(128, "tokens in a block: how far back a token can see")
+    model: str = option("", "pretrained causal model, Hub id or folder; default: train one from scratch")
+    architecture: str | None = option(None, "from scratch: gpt2 (default) or llama")
+    vocabulary: int | None = option(None, "from scratch: size of the byte-level BPE (default 4000)")
+    width: int | None = option(None, "from scratch: of the model (default 128)")
+    layers: int | None = option(None, "from scratch: how many (default 3)")
+    heads: int | None = option(None, "from scratch: per layer (default 4)")
+    dropout: float | None = option(None, "from scratch, gpt2: everywhere but on attention weights (default 0.1)")
+    samples: int = option(32, "continuations to sample for the repetition statistics; 0 for none")
+    prompt: int = option(32, "tokens of the test text that each continues")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        defaults = {"architecture": "gpt2", "vocabulary": 4000, "width": 128, "layers": 3, "heads": 4}
+        defaults |= {} if self.architecture == "llama" else {"dropout": 0.1}
+        for name in (*defaults, "dropout"):
+            if self.model:
+                self.require(name, getattr(self, name) is None, f"left out with a pretrained model ({self.model})")
+            elif getattr(self, name) is None:
+                setattr(self, name, defaults.get(name))
+        self.require("block", self.block >= 2, "at least 2")
+        self.require("samples", self.samples >= 0, "at least 0")
+        self.require(
+            "prompt", 1 <= self.prompt < self.block or not self.samples, f"between 1 and block - 1 = {self.block - 1}"
+        )
+        if self.model:
+            return
+        self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")
+        self.require("vocabulary", self.vocabulary >= 300, "at least 300 (256 of them are the bytes)")
+        self.require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
+        self.require("dropout", self.architecture == "gpt2" or self.dropout is None, "left out: llama has no dropout")
+
+
+# --- 1. Text, tokenizer, blocks ----------------------------------------------------------------------------------------
+
+
+def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: lossless, whatever comes; ``<unk>`` is a word of WikiText and stays one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|endoftext|>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((line + "\n" for line in lines), trainer)
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
+    )
+
+
+def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> list[int]:
+    """Token ids of lines with their ends, joined; at most ``limit`` of them where that is not 0."""
+    ids: list[int] = []
+    for start in range(0, len(lines), 1000):
+        part = [line + "\n" for line in lines[start : start + 1000]]
+        for row in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]:
+            ids += row
+        if limit and len(ids) >= limit:
+            return ids[:limit]
+    return ids
+
+
+def cut(ids: list[int], length: int, whole: bool = False) -> list[Block]:
+    """Blocks that overlap by one token; the last may be shorter, or is left out where blocks must be ``whole``."""
+    blocks = [ids[start : start + length] for start in range(0, len(ids) - 1, length - 1)]
+    return [{"input_ids": block} for block in blocks if len(block) == length or not whole]
+
+
+def collate(blocks: list[Block]) -> dict[str, Tensor]:
+    """Blocks as tensors; a shorter one is filled up behind with its last token, which nobody sees or predicts."""
+    longest = max(len(block["input_ids"]) for block in blocks)
+    rows = [(block["input_ids"], longest - len(block["input_ids"])) for block in blocks]
+    return {
+        "input_ids": torch.tensor([ids + ids[-1:] * missing for ids, missing in rows]),
+        "labels": torch.tensor([ids + [-100] * missing for ids, missing in rows]),
+    }
+
+
+def count_words(blocks: list[Block], tokenizer: Any) -> int:
+    """Words between blanks, and one end per line, of the text in all blocks."""
+    ids = [blocks[0]["input_ids"][0]] + [i for block in blocks for i in block["input_ids"][1:]]
+    text = tokenizer.decode(ids)
+    return len(text.split()) + text.count("\n")
+
+
+# --- 2. Model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(settings: Settings, vocabulary: int) -> Any:
+    """A model from scratch in the shape of a known family."""
+    if settings.architecture == "gpt2":
+        config: Any = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=settings.block,
+            n_embd=settings.width,
+            n_layer=settings.layers,
+            n_head=settings.heads,
+            resid_pdrop=settings.dropout,
+            embd_pdrop=settings.dropout,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    else:
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            max_position_embeddings=settings.block,
+            hidden_size=settings.width,
+            intermediate_size=8 * settings.width // 3,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    return AutoModelForCausalLM.from_config(config)
+
+
+# --- 3. Measures -------------------------------------------------------------------------------------------------------
+
+
+def text_measures(model: Any, blocks: list[Block], tokenizer: Any, run: Run, size: int = 16) -> dict[str, float]:
+    """How well a model predicts a text.
+
+    ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
+    tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`).
+    """
+    plain = run.accelerator.unwrap_model(model)
+    metrics = SamplingMetrics.for_model(plain)
+    # tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out
+    sums = torch.zeros(7, dtype=torch.float64)
+    for batch in Batches(blocks, collate, lambda block: len(block["input_ids"]), run.accelerator, size).in_order():
+        with torch.no_grad(), run.accelerator.autocast():
+            logits = plain(input_ids=batch["input_ids"], use_cache=False).logits.float()
+        labels = batch["labels"][:, 1:].flatten()
+        kept = labels != -100
+        labels, logits_kept = labels[kept], logits[:, :-1].flatten(0, 1)[kept]
+        nats = negative_log(logits_kept, labels, metrics.alpha)
+        rows = metrics.preprocess_logits_for_metrics(logits, batch["labels"])
+        measured = rows[:, :-1].flatten(0, 1)[kept].double().sum(0).cpu()
+        sums[0] += len(labels)
+        sums[1] += nats.double().sum().cpu()
+        sums[2:6] += measured * torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+        sums[6] += int(nats.isinf().sum())
+    tokens, nats_sum, epsilon_sum, *others = run.accelerator.reduce(sums.to(run.accelerator.device), "sum").tolist()
+    words = count_words(blocks, tokenizer)
+    return {
+        "perplexity": math.exp(nats_sum / tokens),
+        "word_perplexity": math.exp(nats_sum / words),
+        "epsilon_perplexity": math.exp(epsilon_sum / tokens),
+        "word_epsilon_perplexity": math.exp(epsilon_sum / words),
+        "sparsemax_score": others[0] / tokens,
+        "jensen_shannon": others[1] / tokens,
+        "support_size": others[2] / tokens,
+        "ruled_out": others[3] / tokens,
+        "tokens": tokens,
+        "words": words,
+    }
+
+
+def negative_log(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+    """``-log p(label)`` ``[n]`` under entmax of logits ``[n, V]``; infinite where the probability is 0."""
+    if alpha == 1.0:
+        return F.cross_entropy(logits, labels, reduction="none")
+    return -entmax(logits, alpha).gather(1, labels[:, None]).squeeze(1).log()
+
+
+def repetition(rows: list[list[int]], context: int) -> dict[str, float]:
+    """Distinct n-grams over all n-grams, and the share of tokens found among the last 16 or 128 before them.
+
+    Args:
+        rows: token ids.
+        context: how many at the beginning of each are given, not counted.
+
+    Reference:
+        Martins, Marinho, Martins 2020, sec. 5 (REP); Welleck et al. 2020.
+    """
+    measures = {}
+    for n in (1, 2, 4):
+        grams = [tuple(row[i : i + n]) for row in rows for i in range(context, len(row) - n + 1)]
+        measures[f"distinct_{n}"] = len(set(grams)) / max(1, len(grams))
+    for window in (16, 128):
+        hits = [row[i] in row[max(0, i - window) : i] for row in rows for i in range(context, len(row))]
+        measures[f"rep_{window}"] = sum(hits) / max(1, len(hits))
+    return measures
+
+
+def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[str, float]:
+    """Continue test blocks by sampling from the whole distribution, write them down, and measure how they repeat."""
+    settings = run.settings
+    whole = [block["input_ids"] for block in blocks if len(block["input_ids"]) == settings.block]
+    chosen = whole[:: max(1, len(whole) // settings.samples)][: settings.samples]
+    if not chosen:
+        return {}
+    set_seed(settings.seed)
+    prompts = torch.tensor(chosen, device=run.accelerator.device)[:, : settings.prompt]
+    new = settings.block - settings.prompt
+    output = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        min_new_tokens=new,
+        max_new_tokens=new,
+    ).tolist()
+    if run.main:
+        texts = [tokenizer.decode(row[settings.prompt :]) for row in output]
+        starts = [tokenizer.decode(row[: settings.prompt]) for row in output]
+        pairs = zip(starts, texts, strict=True)
+        write_atomically(run.folder / "samples.txt", "\n\n".join(f"{start}\n>>>{text}" for start, text in pairs) + "\n")
+    human = {f"human_{name}": value for name, value in repetition(chosen, settings.prompt).items()}
+    return repetition(output, settings.prompt) | human
+
+
+def attention_measures(model: Any, blocks: list[Block], settings: Any, count: int = 32) -> dict[str, float]:
+    """Density, support and diversity of the heads on the first whole blocks."""
+    whole = [block for block in blocks if len(block["input_ids"]) == settings.block][:count] or blocks[:1]
+    ids = [torch.tensor([block["input_ids"] for block in whole[i : i + 8]]) for i in range(0, len(whole), 8)]
+    return head_statistics(model, [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids])
+
+
+# --- 4. One run --------------------------------------------------------------------------------------------------------
+
+
+def prepare(settings: Any, lines: dict[str, list[str]], tokenizer: Any) -> dict[str, list[Block]]:
+    """Blocks of train, dev and test; the training text only in whole ones."""
+    limits = {"train": settings.train_tokens, "dev": settings.dev_tokens, "test": settings.test_tokens}
+    if settings.smoke:
+        limits = dict.fromkeys(limits, 8 * settings.block)
+    blocks = {
+        split: cut(encode(text, tokenizer, limits[split]), settings.block, whole=split == "train")
+        for split, text in lines.items()
+    }
+    for split, found in blocks.items():
+        if not found:
+            raise ValueError(f"{settings.data}: the {split} text is shorter than one block of {settings.block} tokens.")
+    return blocks
+
+
+def read_splits(settings: Any) -> dict[str, list[str]]:
+    """The lines of train, dev and test."""
+    if "{split}" not in settings.data:
+        raise ValueError(f"data={settings.data!r} must contain {{split}}: there are three texts, train, dev and test.")
+    names = {"train": "train", "dev": settings.dev_split, "test": "test"}
+    return {split: read_text(settings.data.replace("{split}", name), settings.column) for split, name in names.items()}
+
+
+def training_batches(blocks: list[Block], run: Run) -> Batches:
+    settings = run.settings
+    steps = settings.gradient_accumulation
+    return Batches(
+        blocks,
+        collate,
+        lambda block: len(block["input_ids"]),
+        run.accelerator,
+        settings.batch_size,
+        steps,
+        settings.seed,
+    )
+
+
+def main(settings: Settings) -> None:
+    lines = read_splits(settings)
+    check_finish(settings, FIELDS)
+    run = Run(settings, "language_modeling")
+    set_seed(settings.seed)
+    if settings.model:
+        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        model = AutoModelForCausalLM.from_pretrained(settings.model)
+    else:
+        tokenizer = train_tokenizer(lines["train"][:2000] if settings.smoke else lines["train"], settings.vocabulary)
+        model = build_model(settings, len(tokenizer))
+    allowed = getattr(model.config, "max_position_embeddings", None)
+    settings.require(
+        "block", allowed is None or settings.block <= allowed, f"at most {allowed}, all that the model can see"
+    )
+    model = make_sparse(model, settings)
+    blocks = prepare(settings, lines, tokenizer)
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    run.say(f"{len(blocks['train'])} training blocks of {settings.block} tokens, {size:.2f} M parameters")
+
+    def evaluate(current: Any) -> dict[str, float]:
+        measures = text_measures(current, blocks["dev"], tokenizer, run)
+        return {"score": -measures["epsilon_perplexity"], **measures}
+
+    training = Training(
+        run, model, tokenizer, training_batches(blocks["train"], run), evaluate, count=count_shifted_labels
+    )
+    training.fit()
+    best = AutoModelForCausalLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
+    test = text_measures(best, blocks["test"], tokenizer, run)
+    measures: dict[str, Any] = {
+        **training.summary(),
+        "data": settings.data,
+        "architecture": settings.model or settings.architecture,
+        "mapping_options": settings.mapping_options,
+        "dev_epsilon_perplexity": round(-training.progress.best, 3),
+        "test_tokens": int(test.pop("tokens")),
+        "test_words": int(test.pop("words")),
+        **{name: round(value, 4) for name, value in test.items()},
+        **attention_measures(best, blocks["dev"], settings),
+    }
+    if settings.samples:
+        repeats = sample(best, blocks["test"], tokenizer, run)
+        measures |= {name: round(value, 4) for name, value in repeats.items() if name in FIELDS}
+    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
+    finish(
+        run,
+        FIELDS,
+        measures,
+        task="text-generation",
+        data=settings.data,
+        main_measures=["epsilon_perplexity", "sparsemax_score"],
+    )
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))
