@@ -71,7 +71,7 @@ def beam_search(
 
     Raises:
         ValueError: for ``num_beams`` or ``max_new_tokens`` below 1, alpha below 1, a negative tolerance, an ensemble of
-            different vocabularies, a model without end-of-sequence token, or logits that are NaN.
+            different vocabularies, a model without end-of-sequence token, a quantized cache, or logits that are NaN.
         TypeError: if a model cannot generate or the inputs are no dictionary.
 
     Reference:

@@ -35,6 +35,9 @@ class Member:
         input_ids: prompt or decoder start tokens, ``[rows, T]``.
         processors: what acts on the logits before they become probabilities.
         options: keyword arguments for the model.
+
+    Raises:
+        ValueError: if they hold a quantized cache.
     """
 
     def __init__(
@@ -46,6 +49,12 @@ class Member:
         self.processors = processors
         self.options = options
         self._first = True
+        cache = next((options[name] for name in ALL_CACHE_NAMES if options.get(name) is not None), None)
+        if any("Quantized" in type(part).__name__ for part in (cache, *(getattr(cache, "layers", None) or ()))):
+            raise ValueError(
+                f"{type(model).__name__} would run on a quantized cache, which makes probabilities depend on the way to a "
+                "prefix: nothing can be proved with them. Pass cache_implementation='dynamic' or use_cache=False."
+            )
 
     def log_probs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
         """Log-probabilities ``[rows, V]`` in float64, ``-inf`` where they are 0."""

@@ -39,6 +39,7 @@ class Problem:
     labels: Tensor
 
     def leaves(self) -> list[Tensor]:
+        """What gradients are wanted for."""
         return [self.inputs] if self.weight is None else [self.inputs, self.weight]
 
 

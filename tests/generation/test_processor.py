@@ -133,12 +133,84 @@ def test_what_constraints_leave_gets_all_the_mass(how):
     assert (long[:, 5:8] != tiny.EOS).all()
 
 
-@pytest.mark.parametrize("cache", [None, "static", "dynamic", False])
-def test_every_cache_gives_the_same(cache):
+CACHES = {
+    "dynamic": {"cache_implementation": "dynamic"},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "sliding window": {"cache_implementation": "sliding_window", "disable_compile": True},
+    "none": {"use_cache": False},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "quanto": {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": 4}},
+    "hqq": {"cache_implementation": "quantized", "cache_config": {"backend": "hqq", "nbits": 8}},
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0}], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart", "mistral"])
+def test_every_cache_is_followed_by_entmax(family, cache, how):
+    options = dict(CACHES[cache])
+    if cache == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("Transformers offloads caches to the CPU from a GPU only")
+    if cache in ("quanto", "hqq"):
+        pytest.importorskip("optimum.quanto" if cache == "quanto" else "hqq")
+        if family in ("t5", "bart", "mistral"):
+            pytest.skip("Transformers has no quantized cache for encoder-decoder models and for sliding windows")
+        options["cache_config"] = options["cache_config"] | {"q_group_size": 8, "residual_length": 4}
+    if family == "mistral":
+        # Windows of three positions: shorter than the prompt.
+        config = tf.MistralConfig(**tiny.build("llama").config.to_diff_dict() | {"sliding_window": 3})
+        torch.manual_seed(0)
+        model, inputs = tf.MistralForCausalLM(config).eval(), _inputs("llama")
+        model = hf_entmax.patch_model(model, alpha=1.5, output_alpha=1.5)
+    else:
+        model, inputs = _patched(family, 1.5), _inputs(family)
+    call = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **how}
+    keep = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    torch.manual_seed(1)
+    out = model.generate(**inputs, **call, **keep, **options)
+    if cache not in ("quanto", "hqq"):
+        # These round the past away, so that the logits themselves may differ.
+        torch.manual_seed(1)
+        assert torch.equal(out.sequences, model.generate(**inputs, **call))
+    for scores, logits in _steps(model, out):
+        if "num_beams" in how:
+            # Scores of beams add the log-probability of the prefix.
+            scores = scores - scores.logsumexp(-1, keepdim=True)
+        torch.testing.assert_close(scores.exp(), entmax(logits.float(), 1.5), atol=1e-5, rtol=1e-3)
+
+
+def test_decoding_by_guesses_keeps_to_the_support():
+    """Prompt lookup, an assistant (of another alpha), and the model's own first layer as assistant."""
+    model, assistant = _patched("llama", 2.0), _patched("llama", 1.0)
+    inputs = {k: v[:1] for k, v in _inputs("llama").items()}
+    call = {"max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(**inputs, **call, do_sample=False)
+    for guesses in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": assistant}, {"assistant_early_exit": 1}):
+        assert torch.equal(model.generate(**inputs, **call, **guesses, do_sample=False), plain)
+        firsts = []
+        for seed in range(60):
+            torch.manual_seed(seed)
+            out = model.generate(**inputs, **call, **guesses, do_sample=True, top_k=0)
+            new = out[:, inputs["input_ids"].shape[1] :].tolist()
+            firsts.append(new[0][0])
+            (forced,) = force_decode(model, inputs, new)
+            assert forced.log_probability > -torch.inf, f"{guesses} drew a token without probability"
+        with torch.no_grad():
+            probs = entmax(model(**inputs).logits[0, -1], 2.0)
+        frequencies = torch.bincount(torch.tensor(firsts), minlength=tiny.VOCAB) / len(firsts)
+        # Four standard deviations of the largest of the frequencies.
+        assert (frequencies - probs).abs().max() < 4 * 0.5 / len(firsts) ** 0.5
+
+
+def test_decoding_that_goes_round_the_probabilities_is_refused():
     model = _patched("llama", 1.5)
-    options = {"use_cache": False} if cache is False else {"cache_implementation": cache, "disable_compile": True}
-    out = model.generate(**_inputs("llama"), max_new_tokens=5, do_sample=False, **options)
-    assert torch.equal(out, model.generate(**_inputs("llama"), max_new_tokens=5, do_sample=False))
+    with pytest.raises(ValueError, match="dola_layers"):
+        model.generate(
+            **_inputs("llama"), max_new_tokens=2, dola_layers="high", custom_generate=lambda model, **k: None
+        )
+    for gone in ({"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}):
+        with pytest.raises(Exception, match="dola_layers|custom_generate|trust_remote_code|Contrastive"):
+            model.generate(**_inputs("llama"), max_new_tokens=2, **gone)
 
 
 def test_a_processor_given_by_the_caller_takes_precedence_and_assistants_work():
