@@ -1,0 +1,111 @@
+"""The inflection recipe, end to end on a few invented words."""
+
+import csv
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import inflection  # noqa: E402
+from common.settings import parse  # noqa: E402
+
+LEMMAS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal"]
+ENDINGS = {"upper": {"PST": "a", "PRS": "i"}, "lower": {"PST": "ot", "PRS": "et"}}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two languages that inflect by endings; one lemma of each is only tested."""
+    for language, endings in ENDINGS.items():
+        folder = tmp_path / "data" / language
+        folder.mkdir(parents=True)
+        rows = [f"{lemma}\t{lemma}{end}\tV;{tag}" for lemma in LEMMAS for tag, end in endings.items()]
+        (folder / "train-medium.tsv").write_text("\n".join(rows[:-2]) + "\n", encoding="utf-8")
+        for split in ("dev", "test"):
+            (folder / f"{split}.tsv").write_text("\n".join(rows[-4:]) + "\n", encoding="utf-8")
+    return str(tmp_path / "data" / "{language}" / "{split}.tsv")
+
+
+def settings(data, out, **changes):
+    small = {
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+        "batch_size": 14,
+        "epochs": 1,
+        "lr": 0.01,
+        "warmup": 20,
+        "dropout": 0.0,
+    }
+    return inflection.Settings(data=data, out=str(out), **{**small, **changes})
+
+
+@pytest.mark.parametrize(
+    ("attention", "output_alpha"),
+    [("softmax", 1.0), ("softmax", 1.5), ("1.5", 1.5), ("learned", 1.5), ("learned", 1.0)],
+)
+def test_every_setting_is_one_option(data, tmp_path, attention, output_alpha):
+    inflection.main(settings(data, tmp_path / "run", attention=attention, output_alpha=output_alpha, smoke=True))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["attention"], result["output_alpha"], result["steps"]) == (attention, output_alpha, 2)
+    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    if attention == "softmax" and output_alpha == 1.0:
+        assert "entmax_config" not in stored
+        assert result["exhaustive"] == 0  # a softmax output leaves something to every word
+    else:
+        wanted = {"softmax": 1.0, "1.5": 1.5, "learned": "learned"}[attention]
+        assert stored["entmax_config"]["alpha"] == wanted
+        assert stored["entmax_config"]["output_alpha"] == (None if output_alpha == 1.0 else output_alpha)
+
+
+@pytest.mark.slow
+def test_it_learns_and_ensembles_agree_with_their_members(data, tmp_path):
+    learned = settings(data, tmp_path / "run", attention="learned", output_alpha=1.5, epochs=60)
+    results = str(tmp_path / "rows.csv")
+    inflection.main(dataclasses.replace(learned, results=results))
+    model = str(tmp_path / "run" / "model")
+    # Averaging a model with itself changes nothing.
+    inflection.main(settings(data, tmp_path / "both", ensemble=[model, model], results=results))
+    with open(results, newline="", encoding="utf-8") as lines:
+        alone, both = csv.DictReader(lines)
+    assert float(alone["accuracy"]) >= 50  # half of the words were learned from; the others have an unknown letter
+    assert both["ensemble"] == "2"
+    for name in ("accuracy", "accuracy_per_language", "optimal", "exhaustive", "single"):
+        assert alone[name] == both[name]
+
+
+def test_one_table_of_all_languages(data, tmp_path):
+    rows = ["lang\tsplit\tlemma\tform\ttags"]
+    for language, endings in ENDINGS.items():
+        for split in ("train", "dev", "test"):
+            rows += [f"{language}\t{split}\t{lemma}\t{lemma}{endings['PST']}\tV;PST" for lemma in LEMMAS]
+    table = tmp_path / "all.tsv"
+    table.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    chosen = inflection.Settings(data=str(table), out=str(tmp_path / "run"), languages=["upper"])
+    words = inflection.read_words(chosen, "dev")
+    assert [word.lemma for word in words] == LEMMAS
+    assert words[0].source == "<upper><V><PST>lar"
+    with pytest.raises(ValueError, match="no dev words of middle"):
+        inflection.read_words(dataclasses.replace(chosen, languages=["upper", "middle"]), "dev")
+
+
+def test_forms_with_spaces_come_back(tmp_path):
+    words = [inflection.Word("german", "auswandern", "wandert aus", ("V", "PRS"))]
+    tokenizer = inflection.build_tokenizer(words)
+    (example,) = inflection.encode(words, tokenizer)
+    assert tokenizer.decode(example["labels"], skip_special_tokens=True) == "wandert aus"
+    assert len(example["input_ids"]) == 1 + 2 + len("auswandern") + 1
+
+
+def test_the_configurations_are_right():
+    for file in ("inflection.yaml", "inflection_german.yaml"):
+        chosen = parse(
+            inflection.Settings, "x", ["--config", str(RECIPES / "configs" / file), "--attention", "learned"]
+        )
+        assert chosen.attention == "learned"
+        assert chosen.epochs > 1

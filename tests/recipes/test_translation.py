@@ -1,0 +1,121 @@
+"""The translation recipe, end to end on a few invented sentences."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import translation  # noqa: E402
+from common.settings import parse  # noqa: E402
+
+NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
+VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}
+
+
+@pytest.fixture
+def data(tmp_path):
+    pairs = [(f"Der {n} {v}.", f"The {m} {w}.") for n, m in NOUNS.items() for v, w in VERBS.items()]
+    for side, language in enumerate(("de", "en")):
+        lines = "".join(pair[side] + "\n" for pair in pairs)
+        (tmp_path / f"train.{language}").write_text(lines * 8, encoding="utf-8")
+        (tmp_path / f"test.{language}").write_text(lines, encoding="utf-8")
+    return tmp_path
+
+
+def settings(data, **changes):
+    train, test = str(data / "train.{lang}"), str(data / "test.{lang}")
+    small = {
+        "vocabulary": 60,
+        "width": 48,
+        "heads": 2,
+        "layers": 1,
+        "batch_size": 8,
+        "epochs": 1,
+        "lr": 0.005,
+        "warmup": 40,
+    }
+    given = {"out": str(data / "run"), "max_tokens": 20, "dropout": 0.0, **small, **changes}
+    return translation.Settings(train=train, dev=test, test=[test], **given)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architecture": "bart"},
+        {"architecture": "marian", "attention": "1.5"},
+        {"architecture": "t5", "attention": "learned", "output_alpha": 1.5},
+        {"attention": "sparsegen_lin", "mapping_options": "{lam: 0.5}"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_setting_is_one_option(data, changes):
+    translation.main(settings(data, smoke=True, **changes))
+    result = json.loads((data / "run" / "result.json").read_text())
+    assert result["steps"] == 2
+    stored = json.loads((data / "run" / "model" / "config.json").read_text())
+    assert stored["model_type"] == changes.get("architecture", "bart")
+    attention = changes.get("attention", "softmax")
+    if attention == "softmax":
+        assert "entmax_config" not in stored
+        assert result["density_cross"] == 1.0
+    elif "mapping_options" in changes:
+        assert (stored["entmax_config"]["mapping"], stored["entmax_config"]["mapping_options"]) == (
+            attention,
+            {"lam": 0.5},
+        )
+    else:
+        assert str(stored["entmax_config"]["alpha"]) == attention
+        assert stored["entmax_config"]["output_alpha"] == changes.get("output_alpha")
+
+
+@pytest.mark.slow
+def test_it_learns_and_a_finished_model_can_be_made_sparse(data):
+    translation.main(settings(data, epochs=25))
+    result = json.loads((data / "run" / "result.json").read_text())
+    assert result["bleu"] > 90
+    model = str(data / "run" / "model")
+    sparse = {"model": model, "attention": "1.2", "output_alpha": 1.5, "epochs": 2, "lr": 0.001}
+    translation.main(settings(data, out=str(data / "tuned"), **sparse))
+    result = json.loads((data / "tuned" / "result.json").read_text())
+    assert result["bleu"] > 90
+    assert result["optimal"] > 90
+    assert result["density_cross"] < 1
+
+
+def test_the_tokenizer_gives_back_what_it_read(data):
+    pairs = [("Der Hund läuft, oder?", 'The dog runs, or "does" it?')]
+    tokenizer = translation.train_tokenizer(pairs * 2, 80)
+    for text in pairs[0]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_long_pairs_are_left_out_and_counted(data):
+    pairs = [("kurz", "short"), ("sehr " * 30, "very " * 30)]
+    tokenizer = translation.train_tokenizer(pairs, 60)
+    examples, left_out = translation.encode(pairs, tokenizer, 20)
+    assert (len(examples), left_out) == (1, 1)
+
+
+def test_sides_of_different_length_are_an_error(data):
+    (data / "train.en").write_text("One line.\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train\.de has 128 lines and .*train\.en 1"):
+        translation.main(settings(data))
+    assert not (data / "run").exists()
+
+
+def test_missing_data_and_wrong_values_name_the_setting():
+    with pytest.raises(ValueError, match="train='' is not allowed"):
+        translation.Settings(out="x")
+    with pytest.raises(ValueError, match="architecture='gpt' is not allowed"):
+        translation.Settings(out="x", train="a", dev="b", test=["c"], architecture="gpt")
+
+
+def test_the_configuration_is_right():
+    chosen = parse(translation.Settings, "x", ["--config", str(RECIPES / "configs" / "translation_multi30k.yaml")])
+    assert (chosen.source, chosen.target, len(chosen.test)) == ("de", "en", 2)
