@@ -1,0 +1,310 @@
+"""Text classification with an encoder, BERT-shaped from scratch or pretrained.
+
+    python recipes/classification.py --config recipes/configs/classification.yaml --out runs/cls-softmax
+    python recipes/classification.py --config recipes/configs/classification.yaml --out runs/cls-learned \
+        --attention learned --output_alpha 1.5
+    accelerate launch recipes/classification.py --config ... --out ...                  # as `accelerate config` says
+    torchrun --standalone --nproc_per_node 2 recipes/classification.py --config ... --out ...      # two CPU processes
+    python recipes/classification.py --model google-bert/bert-base-uncased --attention learned --alpha_init 1.05 \
+        --lr 3e-5 --warmup 100 --epochs 3 --batch_size 32 --train hub:nyu-mll/glue#sst2@train \
+        --dev hub:nyu-mll/glue#sst2@validation --test my_reviews.tsv --text sentence --out runs/sst2-sparse
+    python recipes/classification.py --config ... --out runs/cls-softmax --resume
+
+Data: tables or JSON lines with a column for the text and one for the label, or data sets of the Hub; one table for all
+splits has a column that names them (``--split_column``). The task of the configuration is to tell from a single word form
+which of 94 languages it belongs to (CoNLL-SIGMORPHON 2018, medium setting); the model reads characters. Accuracy counts all
+texts alike, macro-F1 all classes. Texts of the test set that occur in the training set are counted, and left out of
+``unseen_accuracy``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from sklearn.metrics import f1_score
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.batches import Batches
+from common.data import read_rows
+from common.finish import check_finish, finish
+from common.heads import head_statistics
+from common.run import Run
+from common.settings import RunSettings, option, parse
+from common.training import Training, make_sparse
+from hf_entmax.ops import entmax
+
+Texts = list[tuple[str, str]]
+
+FIELDS = (
+    *(
+        "attention",
+        "output_alpha",
+        "mapping_options",
+        "seed",
+        "data",
+        "classes",
+        "accuracy",
+        "macro_f1",
+        "dev_accuracy",
+    ),
+    *("unseen_accuracy", "seen", "test_texts", "possible_labels", "certain", "certain_accuracy"),
+    *("density_encoder_self", "support_encoder_self", "js_encoder_self"),
+    *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+)
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+
+
+@dataclasses.dataclass
+class Settings(RunSettings):
+    """What this recipe can be told beside what all can."""
+
+    train: str = option("", "labelled texts to train on")
+    dev: str = option("", "texts that choose the best epoch")
+    test: str = option("", "texts to test on")
+    text: str = option("text", "column of the text")
+    label: str = option("label", "column of the label")
+    split_column: str = option("", "column that says train, dev or test, where one table holds all; default: none")
+    model: str = option("", "pretrained encoder, Hub id or folder; default: train a BERT from scratch")
+    vocabulary: int = option(0, "from scratch: size of the WordPiece vocabulary; 0 reads single characters")
+    width: int = option(128, "from scratch: of the model")
+    layers: int = option(2, "from scratch: of the encoder")
+    heads: int = option(4, "from scratch: per layer")
+    dropout: float = option(0.1, "from scratch: everywhere but on attention weights")
+    max_tokens: int = option(128, "longer texts are cut")
+    dev_texts: int = option(0, "texts of dev that choose the best epoch; 0 for all")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train", "dev", "test"):
+            self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
+        self.require("max_tokens", self.max_tokens >= 3, "at least 3")
+        for name in ("vocabulary", "dev_texts"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("width", "layers", "heads"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
+        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+
+
+# --- 1. Data -----------------------------------------------------------------------------------------------------------
+
+
+def read_texts(settings: Settings) -> tuple[Texts, Texts, Texts]:
+    """Texts and labels of train, dev and test; a table that holds all of them is read once."""
+    columns = [settings.text, settings.label, *([settings.split_column] if settings.split_column else [])]
+    tables = {where: read_rows(where, columns) for where in {settings.train, settings.dev, settings.test}}
+
+    def rows_of(split: str) -> Texts:
+        where = getattr(settings, split)
+        rows = [(row[0], row[1]) for row in tables[where] if len(row) == 2 or row[2] == split]
+        if not rows:
+            raise ValueError(f"{where}: no row has {split!r} in its column {settings.split_column}.")
+        return rows
+
+    return rows_of("train"), rows_of("dev"), rows_of("test")
+
+
+def check_labels(train: Texts, **others: Texts) -> list[str]:
+    """The classes, sorted.
+
+    Raises:
+        ValueError: if there is only one, or a label of another split is not among them.
+    """
+    classes = sorted({label for _, label in train})
+    if len(classes) < 2:
+        raise ValueError(f"all training texts have the label {classes[0]!r}: there is nothing to learn.")
+    for split, texts in others.items():
+        if unknown := sorted({label for _, label in texts} - set(classes)):
+            raise ValueError(f"{split} has labels that training does not have: {', '.join(unknown)}.")
+    return classes
+
+
+def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    """WordPiece of that size, or single characters (0), between ``[CLS]`` and ``[SEP]`` as BERT wants it."""
+    if size:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        characters = sorted({character for text in texts for character in text})
+        vocabulary = {token: place for place, token in enumerate([*SPECIAL, *characters])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(texts: Texts, tokenizer: Any, classes: list[str], longest: int) -> list[dict[str, Any]]:
+    """Token ids and class numbers; texts longer than ``longest`` tokens are cut."""
+    number = {label: place for place, label in enumerate(classes)}
+    ids = tokenizer([text for text, _ in texts], truncation=True, max_length=longest)["input_ids"]
+    return [{"input_ids": i, "labels": number[label]} for i, (_, label) in zip(ids, texts, strict=True)]
+
+
+# --- 2. Model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
+    """A pretrained encoder with a new head, or a small BERT from scratch."""
+    names = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    if settings.model:
+        # A head for other classes is replaced by a new one.
+        return AutoModelForSequenceClassification.from_pretrained(
+            settings.model, **names, problem_type="single_label_classification", ignore_mismatched_sizes=True
+        )
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=settings.width,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        intermediate_size=4 * settings.width,
+        max_position_embeddings=settings.max_tokens,
+        hidden_dropout_prob=settings.dropout,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=0,
+        problem_type="single_label_classification",
+        **names,
+    )
+    return BertForSequenceClassification(config)
+
+
+# --- 3. Measures -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:
+    """For every example, in order: the right class, the most probable one, how many have a probability above 0."""
+    plain = run.accelerator.unwrap_model(model)
+    alpha = run.settings.output_alpha
+
+    def collate(part: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        return {**collator([example for _, example in part]), "rows": [row for row, _ in part]}
+
+    numbered = list(enumerate(examples))
+    found: list[tuple[int, int, int, int]] = []
+    for batch in Batches(numbered, collate, lambda e: len(e[1]["input_ids"]), run.accelerator, 256).in_order():
+        rows, labels = batch.pop("rows"), batch.pop("labels")
+        logits = plain(**batch).logits.float()
+        possible = (entmax(logits, alpha) > 0).sum(-1) if alpha > 1 else torch.full_like(labels, logits.shape[-1])
+        found += zip(rows, labels.tolist(), logits.argmax(-1).tolist(), possible.tolist(), strict=True)
+    return [row[1:] for row in sorted(gather_object(found))]
+
+
+def percent(flags: list[bool]) -> float | str:
+    """Share of true ones, %; nothing where there are none."""
+    return round(100 * sum(flags) / len(flags), 2) if flags else ""
+
+
+def scores(found: list[tuple[int, int, int]], classes: int, seen: list[bool]) -> dict[str, Any]:
+    """Accuracy, macro-F1 and, for sparse outputs, what is said with certainty; in % but ``possible_labels``.
+
+    Args:
+        found: by `predict`.
+        classes: how many there are; those that occur neither as label nor as prediction do not count in macro-F1.
+        seen: whether a text occurs in the training set.
+    """
+    right = [label == guess for label, guess, _ in found]
+    occurring = sorted({number for label, guess, _ in found for number in (label, guess)})
+    f1 = f1_score(
+        [row[0] for row in found], [row[1] for row in found], labels=occurring, average="macro", zero_division=0
+    )
+    certain = [possible == 1 for *_, possible in found]
+    return {
+        "classes": classes,
+        "accuracy": percent(right),
+        "macro_f1": round(100 * float(f1), 2),
+        "unseen_accuracy": percent([flag for flag, before in zip(right, seen, strict=True) if not before]),
+        "seen": percent(seen),
+        "test_texts": len(found),
+        "possible_labels": round(sum(row[2] for row in found) / len(found), 3),
+        "certain": percent(certain),
+        "certain_accuracy": percent([flag for flag, sure in zip(right, certain, strict=True) if sure]),
+    }
+
+
+# --- 4. One run --------------------------------------------------------------------------------------------------------
+
+
+def main(settings: Settings) -> None:
+    train, dev, test = read_texts(settings)
+    classes = check_labels(train, dev=dev, test=test)
+    if settings.dev_texts:
+        dev = dev[:: max(1, len(dev) // settings.dev_texts)][: settings.dev_texts]
+    if settings.smoke:
+        train, dev, test = (texts[:: max(1, len(texts) // 64)][:64] for texts in (train, dev, test))
+    check_finish(settings, FIELDS)
+    run = Run(settings, "classification")
+    set_seed(settings.seed)
+    if settings.model:
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
+    else:
+        tokenizer = train_tokenizer([text for text, _ in train], settings.vocabulary)
+    model = make_sparse(build_model(settings, len(tokenizer), classes), settings)
+    examples, held, tested = (encode(part, tokenizer, classes, settings.max_tokens) for part in (train, dev, test))
+    run.say(
+        f"{len(examples)} training texts of {len(classes)} classes, "
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
+    )
+    collator = DataCollatorWithPadding(tokenizer)
+    batches = Batches(
+        examples,
+        lambda part: dict(collator(part)),
+        lambda example: len(example["input_ids"]),
+        run.accelerator,
+        settings.batch_size,
+        settings.gradient_accumulation,
+        settings.seed,
+    )
+
+    def evaluate(current: Any) -> dict[str, float]:
+        measures = scores(predict(current, held, collator, run), len(classes), [False] * len(held))
+        return {"score": measures["accuracy"], "macro_f1": measures["macro_f1"]}
+
+    training = Training(run, model, tokenizer, batches, evaluate)
+    training.fit()
+    best = AutoModelForSequenceClassification.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
+    known = {text for text, _ in train}
+    some = [dict(collator(tested[i : i + 64]).to(run.accelerator.device)) for i in range(0, min(len(tested), 512), 64)]
+    measures: dict[str, Any] = {
+        **training.summary(),
+        "data": settings.train,
+        "mapping_options": settings.mapping_options,
+        "dev_accuracy": round(training.progress.best, 2),
+        **scores(predict(best, tested, collator, run), len(classes), [text in known for text, _ in test]),
+        **{name: value for name, value in head_statistics(best, some).items() if name in FIELDS},
+    }
+    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
+    data = Path(settings.train).name.split(".")[0]
+    finish(run, FIELDS, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))
