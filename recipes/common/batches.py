@@ -78,7 +78,8 @@ class Batches:
     def _split(self, order: list[int]) -> list[list[int]]:
         steps = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         if len(steps) > 1 and len(steps[-1]) < self.shares:
-            steps[-2] += steps.pop()  # every process needs an example in every part
+            last = steps.pop()
+            steps[-1] += last  # every process needs an example in every part
         return steps
 
     def _own(self, step: list[int]) -> list[list[int]]:

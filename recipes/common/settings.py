@@ -125,8 +125,8 @@ def parse(settings_class: type[SettingsT], description: str, arguments: list[str
     try:
         stored = [word for file in given.config for word in _words(Path(file), names)]
         # Unknown options are an error here: HfArgumentParser would hand them back among others.
-        unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in names]
-        if unknown := [word for word in unknown if word not in ("--help", "--config")]:
+        options = [word.split("=")[0] for word in rest if word.startswith("--")]
+        if unknown := [word for word in options if word[2:] not in (*names, "help", "config")]:
             raise ValueError(_unknown(unknown[0], "option", [f"--{name}" for name in names]))
         settings = parser.parse_args_into_dataclasses([*stored, *rest], look_for_args_file=False)[0]
     except (ValueError, TypeError, OSError) as error:
