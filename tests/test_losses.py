@@ -151,6 +151,25 @@ def test_one_alpha_per_row():
                 torch.testing.assert_close(gradient[i, j], residual, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("classes", [5, 3000])
+def test_one_alpha_per_row_with_impossible_classes(classes):
+    logits = torch.randn(4, classes, dtype=torch.float64)
+    logits[:3, 1:3] = -math.inf
+    logits.requires_grad_()
+    alphas = torch.tensor([1.0, 1.4, 2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 3, 4, 1])
+    losses = entmax_loss(logits, labels, alphas, reduction="none")
+    gradient, slopes = torch.autograd.grad(losses.sum(), [logits, alphas])
+    for i, alpha in enumerate(alphas.tolist()):
+        one = torch.tensor(alpha, dtype=torch.float64, requires_grad=True)
+        row = logits[i : i + 1].detach().requires_grad_()
+        loss = entmax_loss(row, labels[i : i + 1], one)
+        expected, slope = torch.autograd.grad(loss, [row, one])
+        torch.testing.assert_close(losses[i], loss)
+        torch.testing.assert_close(gradient[i : i + 1], expected)
+        torch.testing.assert_close(slopes[i], slope)
+
+
 def test_alpha_is_learnable_in_any_shape_it_may_have():
     logits, labels = torch.randn(4, 6), torch.randint(6, (4,))
     for shape in ((), (1,), (1, 1), (4,)):

@@ -28,9 +28,10 @@ def install() -> None:
         entmax = getattr(self.config, CONFIG_KEY, None)
         alpha = entmax.get("output_alpha") if entmax else None
         config = kwargs.get("generation_config", args[0] if args else None)
-        if alpha is not None and getattr(config, "dola_layers", None) is not None:
+        dola = getattr(config, "dola_layers", None)
+        if alpha is not None and dola is not None:
             raise ValueError(
-                f"dola_layers={config.dola_layers!r} contrasts softmax distributions of layers, which leaves nothing of "
+                f"dola_layers={dola!r} contrasts softmax distributions of layers, which leaves nothing of "
                 f"output_alpha={alpha}: drop dola_layers, or unpatch the model's output."
             )
         if alpha is not None and not any(isinstance(p, EntmaxLogitsProcessor) for p in processors):

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_entmax.losses.rows import compute_dtype, dense_residual, exact_dtype, row_losses, sparse_residual
-from hf_entmax.losses.targets import check_alpha, check_labels, check_options
-
-# Rows are handled in blocks of about so many logits: small enough for the caches of a CPU, large enough to fill a GPU.
-BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-
-
-def rows_per_block(device: torch.device, length: int) -> int:
-    """How many rows of ``length`` logits are worked on at a time."""
-    return max(1, BLOCK_ELEMENTS.get(device.type, 1 << 24) // max(length, 1))
+from hf_entmax.losses.compiled import entmax_losses
+from hf_entmax.losses.rows import (
+    alpha_minus_one,
+    compute_dtype,
+    dense_residual,
+    exact_dtype,
+    row_losses,
+    rows_per_block,
+    sparse_residual,
+)
+from hf_entmax.losses.targets import check_alpha, check_labels, check_options, check_shapes
 
 
 class EntmaxLossFunction(torch.autograd.Function):
@@ -50,7 +51,7 @@ class EntmaxLossFunction(torch.autograd.Function):
             result = row_losses(
                 logits[block],
                 target[block],
-                _alpha_minus_one(number, alpha, block, wide),
+                alpha_minus_one(number, alpha, block, wide),
                 keep=None if keep is None else keep[block],
                 smoothing=smoothing,
                 need_alpha_slope=need_slope,
@@ -96,7 +97,7 @@ class EntmaxLossFunction(torch.autograd.Function):
                 dense_residual(
                     logits[block],
                     solved[:, block].unbind(0),
-                    _alpha_minus_one(ctx.number, alpha, block, solved.dtype),
+                    alpha_minus_one(ctx.number, alpha, block, solved.dtype),
                     target[block],
                     weight[block],
                     dead[block],
@@ -111,12 +112,6 @@ class EntmaxLossFunction(torch.autograd.Function):
             grad_alpha = (slopes * grad).sum() if ctx.number is not None else slopes * grad
             grad_alpha = grad_alpha.to(ctx.alpha_dtype)
         return grad_logits, None, None, grad_alpha, None, None
-
-
-def _alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
-    if number is not None:
-        return number - 1.0
-    return (alpha[block].to(dtype) - 1.0)[:, None]  # type: ignore[index]
 
 
 def reduce_losses(losses: Tensor, keep: Tensor | None, reduction: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -184,6 +179,9 @@ def entmax_loss(
             f"logits of shape {tuple(logits.shape)} have no classes: their last dimension must be at least 1."
         )
     shape, classes = logits.shape[:-1], logits.shape[-1]
+    if torch.compiler.is_compiling():
+        losses, keep = _compiled_losses(logits, labels, alpha, ignore_index, float(label_smoothing))
+        return reduce_losses(losses, keep, reduction, shape, compute_dtype(logits.dtype))
     number, per_row = check_alpha(alpha, shape)
     target, keep = check_labels(labels.to(logits.device), shape, classes, ignore_index)
     learned = alpha.reshape(()) if number is not None and isinstance(alpha, Tensor) and alpha.requires_grad else None
@@ -197,6 +195,27 @@ def entmax_loss(
             float(label_smoothing),
         )
     return reduce_losses(losses, keep, reduction, shape, compute_dtype(logits.dtype))  # type: ignore[arg-type]
+
+
+def _compiled_losses(
+    logits: Tensor, labels: Tensor, alpha: float | Tensor, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor | None]:
+    """Losses of all rows as one operator of a compiled graph, and the rows to keep. Values are checked when it runs."""
+    shape, classes = logits.shape[:-1], logits.shape[-1]
+    check_shapes(labels, shape, classes)
+    number, flat_alpha = 0.0, None
+    if not isinstance(alpha, Tensor):
+        number, _ = check_alpha(alpha, shape)
+    elif alpha.numel() == 1:
+        flat_alpha = alpha.reshape(1)
+    else:
+        flat_alpha = alpha.expand(shape).reshape(-1)
+    distributions = labels.is_floating_point()
+    flat = labels.to(logits.device).reshape((-1, classes) if distributions else (-1,))
+    slope = flat_alpha is not None and flat_alpha.requires_grad
+    rows = logits.reshape(-1, classes)
+    losses = entmax_losses(rows, flat, flat_alpha, number, ignore_index, smoothing, slope)[0]
+    return losses, None if distributions else flat != ignore_index
 
 
 def entmax15_loss(

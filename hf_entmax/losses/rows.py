@@ -10,6 +10,9 @@ from torch import Tensor
 
 from hf_entmax.ops.candidates import RowSolution, dense_probs, solve_rows
 
+# Rows are handled in blocks of about so many logits: small enough for the caches of a CPU, large enough to fill a GPU.
+BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+
 
 @dataclasses.dataclass
 class RowLosses:
@@ -36,6 +39,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def exact_dtype(like: Tensor) -> torch.dtype:
     """The dtype of losses, of which there are few, until they are reduced: float64 where there is one."""
     return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def rows_per_block(device: torch.device, length: int) -> int:
+    """How many rows of ``length`` logits are worked on at a time."""
+    return max(1, BLOCK_ELEMENTS.get(device.type, 1 << 24) // max(length, 1))
+
+
+def alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
+    """``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
+    if number is not None:
+        return number - 1.0
+    return (alpha[block].to(dtype) - 1.0)[:, None]  # type: ignore[index]
 
 
 def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:

@@ -74,18 +74,9 @@ def check_labels(
         ValueError: for a wrong shape, a class index out of range, or something that is no distribution.
         TypeError: for a dtype that is neither.
     """
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, not {type(labels).__name__}.")
+    check_shapes(labels, row_shape, classes)
     if labels.is_floating_point():
-        return _check_distributions(labels, row_shape, classes), None
-    if labels.dtype == torch.bool or labels.is_complex():
-        raise TypeError(f"labels must hold class indices (integers) or distributions (floats), not {labels.dtype}.")
-    if labels.shape != row_shape:
-        hint = " For one distribution per row give a floating-point tensor." if labels.shape[:-1] == row_shape else ""
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {(*row_shape, classes)}: class indices "
-            f"must have the shape {tuple(row_shape)}.{hint}"
-        )
+        return _check_distributions(labels, classes), None
     flat = labels.reshape(-1).long()
     keep = flat != ignore_index
     wrong = keep & ((flat < 0) | (flat >= classes))
@@ -97,15 +88,36 @@ def check_labels(
     return flat, keep
 
 
-def _check_distributions(labels: Tensor, row_shape: torch.Size, classes: int) -> Tensor:
+def check_shapes(labels: Tensor, row_shape: torch.Size, classes: int) -> None:
+    """What can be said of labels without looking at their values; see :func:`check_labels`.
+
+    Raises:
+        ValueError: for a wrong shape, or distributions that want a gradient.
+        TypeError: for a dtype that is neither integer nor floating point.
+    """
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, not {type(labels).__name__}.")
     shape = (*row_shape, classes)
-    if labels.shape != shape:
+    if labels.is_floating_point():
+        if labels.shape != shape:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} are taken for distributions over the "
+                f"classes, which must have the shape of the logits, {shape}. Class indices must be integers."
+            )
+        if labels.requires_grad:
+            raise ValueError("labels require a gradient, which this loss does not give them: pass labels.detach().")
+        return
+    if labels.dtype == torch.bool or labels.is_complex():
+        raise TypeError(f"labels must hold class indices (integers) or distributions (floats), not {labels.dtype}.")
+    if labels.shape != row_shape:
+        hint = " For one distribution per row give a floating-point tensor." if labels.shape[:-1] == row_shape else ""
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} are taken for distributions over the "
-            f"classes, which must have the shape of the logits, {shape}. Class indices must be integers."
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {shape}: class indices "
+            f"must have the shape {tuple(row_shape)}.{hint}"
         )
-    if labels.requires_grad:
-        raise ValueError("labels require a gradient, which this loss does not give them: pass labels.detach().")
+
+
+def _check_distributions(labels: Tensor, classes: int) -> Tensor:
     flat = labels.reshape(-1, classes)
     total = flat.sum(-1, dtype=torch.promote_types(flat.dtype, torch.float32))
     # Half-precision distributions sum to 1 only within the rounding of their many small entries.

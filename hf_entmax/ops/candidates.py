@@ -90,6 +90,9 @@ def _total_and_slope(y: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
             y.mul_(0.5).add_(1.0).clamp_(min=0.0)
             return torch.einsum("nk,nk->n", y, y)[:, None], y.sum(-1, keepdim=True)
     probs = expq(y, u)
+    if isinstance(u, Tensor):
+        # 0 times -inf is no number: a row at alpha = 1 that has an impossible entry.
+        y.clamp_(min=torch.finfo(y.dtype).min)
     base = y.mul_(u).add_(1.0).clamp_(min=torch.finfo(y.dtype).tiny)
     return probs.sum(-1, keepdim=True), probs.div_(base).sum(-1, keepdim=True)
 

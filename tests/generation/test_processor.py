@@ -209,7 +209,7 @@ def test_decoding_that_goes_round_the_probabilities_is_refused():
             **_inputs("llama"), max_new_tokens=2, dola_layers="high", custom_generate=lambda model, **k: None
         )
     for gone in ({"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}):
-        with pytest.raises(Exception, match="dola_layers|custom_generate|trust_remote_code|Contrastive"):
+        with pytest.raises(Exception, match=r"dola_layers|custom_generate|trust_remote_code|Contrastive"):
             model.generate(**_inputs("llama"), max_new_tokens=2, **gone)
 
 

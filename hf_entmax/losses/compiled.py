@@ -1,0 +1,170 @@
+"""The loss on logits as custom operators: two nodes in a compiled graph, whatever the rows hold.
+
+How many candidates a row has, whether a label is out of range, whether alpha is 1: the loss looks at its data at every turn,
+which a traced graph cannot. Called as one operator it compiles without a break, checks what it always checks, and skips what
+can be skipped. Unlike the eager form it keeps the logits for the backward pass instead of the few entries of ``p - q``, whose
+number no graph could know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_entmax.losses.rows import (
+    alpha_minus_one,
+    compute_dtype,
+    dense_residual,
+    exact_dtype,
+    row_losses,
+    rows_per_block,
+)
+from hf_entmax.losses.targets import check_alpha, check_labels
+
+
+def _prepared(
+    logits: Tensor, labels: Tensor, alpha: Tensor | None, number: float, ignore_index: int
+) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
+    """Targets, rows to keep, and alpha as a number or one per row."""
+    shape, classes = logits.shape[:1], logits.shape[1]
+    target, keep = check_labels(labels, shape, classes, ignore_index)
+    one, per_row = (number, None) if alpha is None else check_alpha(alpha, shape)
+    return target, keep, one, per_row
+
+
+@torch.library.custom_op(
+    "hf_entmax::entmax_losses",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor labels, Tensor? alpha, float number, int ignore_index, float smoothing, bool slope)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def entmax_losses(
+    logits: Tensor,
+    labels: Tensor,
+    alpha: Tensor | None,
+    number: float,
+    ignore_index: int,
+    smoothing: float,
+    slope: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses of all rows, as :func:`hf_entmax.losses.entmax_loss` defines them.
+
+    Args:
+        logits: ``[N, V]``.
+        labels: class indices ``[N]`` or distributions ``[N, V]``.
+        alpha: ``[1]`` or ``[N]``, None for ``number``.
+        number: alpha of all rows where ``alpha`` is None.
+        ignore_index: class index of the rows to ignore.
+        smoothing: share of the target mass spread evenly.
+        slope: whether derivatives in alpha are wanted.
+
+    Returns:
+        Losses ``[N]``; their derivatives in alpha ``[N]``, or ``[0]``; maximum, shift and scale of the rows ``[3, N, 1]``;
+        bool ``[N]``, rows without a gradient.
+
+    Raises:
+        ValueError: for labels or alpha out of range.
+    """
+    target, keep, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
+    rows, length = logits.shape
+    wide = compute_dtype(logits.dtype)
+    losses = torch.empty(rows, dtype=exact_dtype(logits), device=logits.device)
+    slopes = torch.empty_like(losses if slope else losses[:0])
+    solved = torch.empty(3, rows, 1, dtype=wide, device=logits.device)
+    dead = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    size = rows_per_block(logits.device, length)
+    for start in range(0, rows, size):
+        block = slice(start, min(start + size, rows))
+        result = row_losses(
+            logits[block],
+            target[block],
+            alpha_minus_one(one, per_row, block, wide),
+            keep=None if keep is None else keep[block],
+            smoothing=smoothing,
+            need_alpha_slope=slope,
+        )
+        losses[block], dead[block] = result.losses, result.dead
+        solution = result.solution
+        solved[0, block], solved[1, block], solved[2, block] = solution.maximum, solution.shift, solution.scale
+        if result.alpha_slopes is not None:
+            slopes[block] = result.alpha_slopes
+    return losses, slopes, solved, dead
+
+
+@entmax_losses.register_fake
+def _(
+    logits: Tensor, labels: Tensor, alpha: Tensor | None, number: Any, ignore_index: Any, smoothing: Any, slope: bool
+):
+    rows = logits.shape[0]
+    losses = logits.new_empty(rows, dtype=exact_dtype(logits))
+    solved = logits.new_empty((3, rows, 1), dtype=compute_dtype(logits.dtype))
+    return losses, losses.new_empty(rows if slope else 0), solved, logits.new_empty(rows, dtype=torch.bool)
+
+
+@torch.library.custom_op(
+    "hf_entmax::entmax_loss_gradient",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor logits, Tensor labels, Tensor? alpha, float number, int ignore_index, float smoothing,"
+    " Tensor solved, Tensor dead) -> Tensor",
+)
+def entmax_loss_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    alpha: Tensor | None,
+    number: float,
+    ignore_index: int,
+    smoothing: float,
+    solved: Tensor,
+    dead: Tensor,
+) -> Tensor:
+    """``grad (p - q)`` ``[N, V]``; arguments and results of :func:`entmax_losses`."""
+    target, _, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
+    rows, length = logits.shape
+    weight = grad.masked_fill(dead, 0.0)[:, None].to(solved.dtype)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    size = rows_per_block(logits.device, length)
+    for start in range(0, rows, size):
+        block = slice(start, min(start + size, rows))
+        u = alpha_minus_one(one, per_row, block, solved.dtype)
+        maximum, shift, scale = solved[:, block].unbind(0)
+        dense_residual(
+            logits[block],
+            (maximum, shift, scale),
+            u,
+            target[block],
+            weight[block],
+            dead[block],
+            smoothing,
+            out=out[block],
+        )
+    return out
+
+
+@entmax_loss_gradient.register_fake
+def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, alpha, ctx.number, ctx.ignore_index, ctx.smoothing, _ = inputs
+    _, slopes, solved, dead = output
+    ctx.mark_non_differentiable(slopes, solved, dead)
+    ctx.save_for_backward(logits, labels, alpha, slopes, solved, dead)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    logits, labels, alpha, slopes, solved, dead = ctx.saved_tensors
+    grad_logits = grad_alpha = None
+    if ctx.needs_input_grad[0]:
+        options = (ctx.number, ctx.ignore_index, ctx.smoothing)
+        grad_logits = entmax_loss_gradient(grads[0], logits, labels, alpha, *options, solved, dead)
+    if ctx.needs_input_grad[2]:
+        grad_alpha = slopes * grads[0]
+        grad_alpha = (grad_alpha.sum().expand(1) if alpha.shape[0] == 1 else grad_alpha).to(alpha.dtype)
+    return grad_logits, None, grad_alpha, None, None, None, None
+
+
+entmax_losses.register_autograd(_backward, setup_context=_setup_context)
