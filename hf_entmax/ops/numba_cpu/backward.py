@@ -18,7 +18,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 
 from .forward import copy_scaled, drop_dense, drop_sparse, place_row, zero_floats
-from .partition import block_rows, dropout_key, item_blocks
+from .partition import block_rows, dense_row_bytes, dropout_key, item_blocks
 from .simd import (
     LANES,
     atomic_increment,
@@ -26,9 +26,10 @@ from .simd import (
     first_lanes,
     greater,
     hashed_keep,
-    indices,
     load,
     load_index,
+    max_lanes,
+    maximum,
     muladd,
     read_f32,
     read_f64,
@@ -42,83 +43,85 @@ from .simd import (
     write_f64,
 )
 from .tiles import PANEL, TILE_VECTORS, add_to_rows, dots_of_gathered_rows, pack_panels, product, sum_rows
-from .vecmath import exp, exp_remainder, expm1, log, tanh
+from .vecmath import exp, exp_remainder, log, remainder_ratio, tanh
 
 _f = np.float32
 _ZERO, _ONE = _f(0.0), _f(1.0)
 # From this u on the plain form of d_alpha loses less than one decimal digit.
 _STABLE_BELOW = 0.5
-# Below this u the limit u = 0 is exact to float32.
-_LIMIT_BELOW = 1e-6
+# Up to this argument the series of `remainder_ratio` is exact to float32.
+_SERIES_UP_TO = 0.5
 
 
 @njit(error_model="numpy")
-def _alpha_gradient_near_softmax(p, g, n, u, entropy):
-    """sum_i dP_i dp_i/dalpha in the form of exponentials' remainders, stable down to u = 0."""
-    slope = splat(_f(-u))
-    total = splat(_ZERO)
-    for k in range(0, n, LANES):
-        weight = load(p + 4 * k)
-        valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        logs = log(select(valid, weight, splat(_ONE)))
-        total = total + select(valid, weight * exp_remainder(logs * slope), splat(_ZERO))
-    remainder = float(sum_lanes(total))
-    y = u * entropy + remainder
-    shift = math.log1p(y)
-    # log1p(y) - y, by its series where that difference would cancel.
-    tail = shift - y if y > 0.05 else -y * y * (0.5 - y * (1.0 / 3 - y * (0.25 - y * (0.2 - y * (1.0 / 6 - y / 7)))))
-    constant = splat(_f(remainder + tail))
-    steepness, offset = splat(_f(u * entropy)), splat(_f(-shift))
-    total = splat(_ZERO)
-    for k in range(0, n, LANES):
-        weight = load(p + 4 * k)
-        valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        logs = log(select(valid, weight, splat(_ONE)))
-        x = muladd(logs, slope, offset)
-        bracket = muladd(expm1(x), steepness, exp_remainder(x)) - constant
-        total = total + select(valid, weight * bracket * load(g + 4 * k), splat(_ZERO))
-    return -float(sum_lanes(total)) / (u * u)
+def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, factor):
+    """sum_i dP_i dp_i/dalpha in a form that does not cancel, and ``g = factor * s * (g - delta)`` on the way.
 
+    With ``d_i = -log p_i - H``, whose mean over p is 0, ``w_i = (exp(u d_i) - 1 - u d_i) / u**2`` and ``q = sum p w``,
 
-@njit(error_model="numpy")
-def _alpha_gradient_at_softmax(p, g, n):
-    """The limit at alpha = 1: sum_i dP_i (h_i log p_i - p_i sum_j h_j log p_j) / 2."""
-    first, second = splat(_ZERO), splat(_ZERO)
-    total = splat(_ZERO)
+        dp_i/dalpha = p_i (f_i - sum_j p_j f_j),      f_i = -((H - u q) d_i + (1 + u H) w_i) / (1 + u**2 q).
+
+    ``widest`` is the largest ``|u d_i|``.
+    """
+    shift = splat(_f(delta))
+    scale = splat(_f(factor))
+    mean, slope = splat(_f(entropy)), splat(_f(u))
+    inverse_square = splat(_f(1.0 / (u * u) if u > 0.0 else 0.0))
+    weight_d, weight_d_g = splat(_ZERO), splat(_ZERO)
+    weight_w, weight_w_g = splat(_ZERO), splat(_ZERO)
+    weight_g = splat(_ZERO)
+    narrow = widest < _SERIES_UP_TO
     for k in range(0, n, LANES):
-        weight = load(p + 4 * k)
-        valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        weight = select(valid, weight, splat(_ONE))
-        logs = log(weight)
-        square = select(valid, weight * logs * logs, splat(_ZERO))
+        slopes = load(s + 4 * k)
+        valid = greater(slopes, splat(_ZERO))
+        weight = select(valid, load(p + 4 * k), splat(_ZERO))
         gradient = select(valid, load(g + 4 * k), splat(_ZERO))
-        first = muladd(square, gradient, first)
-        second = second + square
-        total = total + select(valid, weight * gradient, splat(_ZERO))
-    return -0.5 * (float(sum_lanes(first)) - float(sum_lanes(total)) * float(sum_lanes(second)))
+        d = splat(_ZERO) - load(logs + 4 * k) - mean
+        x = d * slope
+        w = remainder_ratio(x) * d * d if narrow else exp_remainder(x) * inverse_square
+        product_d, product_w = weight * d, weight * w
+        weight_d = weight_d + product_d
+        weight_w = weight_w + product_w
+        weight_d_g = muladd(product_d, gradient, weight_d_g)
+        weight_w_g = muladd(product_w, gradient, weight_w_g)
+        weight_g = muladd(weight, gradient, weight_g)
+        store(g + 4 * k, slopes * (gradient - shift) * scale)
+    average = float(sum_lanes(weight_g))
+    q = float(sum_lanes(weight_w))
+    first = float(sum_lanes(weight_d_g)) - float(sum_lanes(weight_d)) * average
+    second = float(sum_lanes(weight_w_g)) - q * average
+    return -((entropy - u * q) * first + (1.0 + u * entropy) * second) / (1.0 + u * u * q)
 
 
 @njit(error_model="numpy")
-def _row_gradient(p, g, n, u, wants_alpha):
-    """Turn dP of one row in ``g`` into dS; returns the row's d_alpha. ``p`` may hold zeros (rows stored densely)."""
+def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
+    """Turn dP of one row in ``g`` into ``factor * dS``; returns the row's d_alpha.
+
+    ``p`` may hold zeros (rows stored densely); ``s`` and ``logs`` are scratch for as many floats.
+    """
     exponent = splat(_f(1.0 - u))
     norm, slope_g, weight_g = splat(_ZERO), splat(_ZERO), splat(_ZERO)
     entropy, entropy_g = splat(_ZERO), splat(_ZERO)
+    lowest, highest = splat(_ZERO), splat(_f(-np.inf))
     for k in range(0, n, LANES):
         weight = load(p + 4 * k)
         valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
         weight = select(valid, weight, splat(_ONE))
         gradient = select(valid, load(g + 4 * k), splat(_ZERO))
-        logs = log(weight)
-        s = weight if u < 1e-8 else exp(logs * exponent)
-        s = select(valid, s, splat(_ZERO))
+        log_weight = log(weight)
+        slope = weight if u < 1e-8 else exp(log_weight * exponent)
+        slope = select(valid, slope, splat(_ZERO))
+        store(s + 4 * k, slope)
+        store(logs + 4 * k, log_weight)
         # log of the padding's weight 1 is 0, so only p itself needs masking.
-        h = splat(_ZERO) - weight * logs
-        norm = norm + s
-        slope_g = muladd(s, gradient, slope_g)
+        h = splat(_ZERO) - weight * log_weight
+        norm = norm + slope
+        slope_g = muladd(slope, gradient, slope_g)
         weight_g = muladd(weight, gradient, weight_g)
         entropy = entropy + h
         entropy_g = muladd(h, gradient, entropy_g)
+        lowest = select(greater(lowest, log_weight), log_weight, lowest)
+        highest = maximum(select(valid, log_weight, highest), highest)
     total_entropy = float(sum_lanes(entropy))
     if sum_lanes(norm) == 0.0:
         # No positive weight: nothing was allowed in this row of a dense block, or the weights are NaN, to be handed on.
@@ -130,24 +133,21 @@ def _row_gradient(p, g, n, u, wants_alpha):
             write_f32(g + 4 * k, result)
         return float(result)
     delta = float(sum_lanes(slope_g)) / float(sum_lanes(norm))
-    d_alpha = 0.0
-    if not wants_alpha:
-        pass
-    elif u < _LIMIT_BELOW:
-        d_alpha = _alpha_gradient_at_softmax(p, g, n)
-    elif u < _STABLE_BELOW:
-        d_alpha = _alpha_gradient_near_softmax(p, g, n, u, total_entropy)
-    else:
-        d_alpha = (float(sum_lanes(weight_g)) - delta) / (u * u)
-        d_alpha += (float(sum_lanes(entropy_g)) - total_entropy * delta) / u
+    if wants_alpha and u < _STABLE_BELOW:
+        depth = float(max_lanes(splat(_ZERO) - lowest))
+        widest = u * max(depth - total_entropy, float(max_lanes(highest)) + total_entropy)
+        return _alpha_gradient_near_softmax(p, g, s, logs, n, u, total_entropy, widest, delta, factor)
     shift = splat(_f(delta))
+    scale = splat(_f(factor))
     for k in range(0, n, LANES):
-        weight = load(p + 4 * k)
-        valid = both(first_lanes(n - k), greater(weight, splat(_ZERO)))
-        weight = select(valid, weight, splat(_ONE))
-        s = weight if u < 1e-8 else exp(log(weight) * exponent)
-        store(g + 4 * k, select(valid, s * (load(g + 4 * k) - shift), splat(_ZERO)))
-    return d_alpha
+        slopes = load(s + 4 * k)
+        # Where the weight is 0, dP may be NaN: the values of a forbidden key are nobody's business.
+        gradient = select(greater(slopes, splat(_ZERO)), load(g + 4 * k), splat(_ZERO))
+        store(g + 4 * k, slopes * (gradient - shift) * scale)
+    if not wants_alpha:
+        return 0.0
+    d_alpha = (float(sum_lanes(weight_g)) - delta) / (u * u)
+    return d_alpha + (float(sum_lanes(entropy_g)) - total_entropy * delta) / u
 
 
 @njit(error_model="numpy")
@@ -173,7 +173,7 @@ def _through_softcap(r, ds, query, index, n, k):
 
 
 @njit(error_model="numpy")
-def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w):
+def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     """The gradients of one sparse row; returns its d_alpha."""
     index = read_i64(r.row_address + 8 * row)
     n = np.int64(read_i32(r.row_size + 4 * row))
@@ -204,12 +204,15 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w):
         weights = w
     if r.dv != 0:
         add_to_rows(dout, weights, index, n, dv, dv_t, r.value_vectors)
-    d_alpha = _row_gradient(p, g, n, read_f64(r.alpha + 8 * h) - 1.0, r.dalpha != 0)
+    plain = r.store_gradient == 0 and r.softcap == 0.0
+    u = read_f64(r.alpha + 8 * h) - 1.0
+    d_alpha = _row_gradient(p, g, w, logs, n, u, r.dalpha != 0, r.scaling if plain else 1.0)
     if r.store_gradient != 0:
         _copy_gradient(g, index + 8 * n, n)
     if r.softcap != 0.0:
         _through_softcap(r, g, query, index, n, k)
-    _scale(g, n, r.scaling)
+    if not plain:
+        _scale(g, n, r.scaling)
     if r.dq != 0:
         sum_rows(dq, g, index, n, k, r.k_t, r.depth_vectors)
     if r.dk != 0:
@@ -218,11 +221,11 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w):
 
 
 @njit(error_model="numpy")
-def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack, gradients, dropped):
+def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack, slopes, logs, gradients, dropped):
     """The gradients of a block stored densely, as matrix products; returns its d_alpha."""
     low = np.int64(read_i32(r.row_start + 4 * row))
     width = -1 - np.int64(read_i32(r.row_size + 4 * row))
-    stride = 4 * width * (2 if r.store_gradient != 0 else 1)
+    stride = dense_row_bytes(r, width)
     stored = read_i64(r.row_address + 8 * row)
     query = r.q + b * r.q_b + h * r.q_h + i * r.q_t
     dout = r.dout + b * r.dout_b + h * r.dout_h + i * r.dout_t
@@ -251,16 +254,14 @@ def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack
                 write_f32(g + 4 * j, read_f32(g + 4 * j) + read_f32(line + 4 * j))
         if r.dropout_limit != 0:
             key = dropout_key(r.seed, row + t)
-            drop_dense(g, low, width, key, r.dropout_limit, r.dropout_scale)
-            for j in range(0, width, LANES):
-                kept = hashed_keep(indices(low + j), key, r.dropout_limit)
-                value = select(kept, load(p + 4 * j) * splat(_f(r.dropout_scale)), splat(_ZERO))
-                store(dropped + span * t + 4 * j, value)
+            drop_dense(g, low, width, key, r.dropout_limit, r.dropout_scale, g)
+            drop_dense(p, low, width, key, r.dropout_limit, r.dropout_scale, dropped + span * t)
             weights, weights_row = dropped, span
-        d_alpha += _row_gradient(p, g, width, u, r.dalpha != 0)
-        if r.store_gradient != 0:
-            _copy_gradient(g, p + 4 * width, width)
-        _scale(g, width, r.scaling)
+        plain = r.store_gradient == 0
+        d_alpha += _row_gradient(p, g, slopes, logs, width, u, r.dalpha != 0, r.scaling if plain else 1.0)
+        if not plain:
+            _copy_gradient(g, p + stride // 2, width)
+            _scale(g, width, r.scaling)
     if r.dv != 0:
         product(weights, 4, weights_row, width, dout, r.dout_t, r.value_vectors, dv + low * dv_t, dv_t, rows, 1)
     if r.dq != 0:
@@ -288,7 +289,8 @@ def run_backward(record):
     row_bytes = 4 * (r.padded_keys + 2 * LANES)
     g = q_pack + 64 * r.value_vectors * r.block_rows
     w = g + row_bytes
-    gradients = w + row_bytes
+    logs = w + row_bytes
+    gradients = logs + row_bytes
     dropped = gradients + 4 * r.block_rows * r.span + 64
     items = r.batch * r.kv_heads * r.chunks
     while True:
@@ -316,13 +318,13 @@ def run_backward(record):
                     pack_panels(v, r.v_t, 0, r.keys, r.value_vectors, v_pack)
                     packed = True
                 d_alpha = _dense_block(
-                    r, b, h, h_kv, i, rows, row, dk, r.dk_t, dv, r.dv_t, v_pack, q_pack, gradients, dropped
+                    r, b, h, h_kv, i, rows, row, dk, r.dk_t, dv, r.dv_t, v_pack, q_pack, w, logs, gradients, dropped
                 )
                 _add_alpha(r, chunk, b, h, d_alpha)
                 continue
             for t in range(rows):
                 h, i = place_row(r, h_kv, first + t)
-                d_alpha = _sparse_row(r, b, h, h_kv, i, row + t, dk, r.dk_t, dv, r.dv_t, g, w)
+                d_alpha = _sparse_row(r, b, h, h_kv, i, row + t, dk, r.dk_t, dv, r.dv_t, g, w, logs)
                 _add_alpha(r, chunk, b, h, d_alpha)
 
 
@@ -338,9 +340,10 @@ def _add_stored(r, row, target, stride):
         return
     width = -1 - n
     low = np.int64(read_i32(r.row_start + 4 * row))
+    address += dense_row_bytes(r, width) // 2
     for k in range(width):
         place = target + stride * (low + k)
-        write_f32(place, read_f32(place) + read_f32(address + 4 * (width + k)))
+        write_f32(place, read_f32(place) + read_f32(address + 4 * k))
 
 
 @njit(error_model="numpy")

@@ -9,8 +9,9 @@ from numba import njit
 from numba.np.numpy_support import carray
 
 from .arguments import DONE
-from .partition import block_rows, dropout_key, item_blocks
-from .scores import MASKED_BELOW, add_terms, candidates, row_limits, row_maximum
+from .even_rows import solve_even_rows
+from .partition import ROW_LIMITS, block_rows, dense_row_bytes, dropout_key, item_blocks
+from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relative, row_limits, row_maximum
 from .simd import (
     LANES,
     atomic_increment,
@@ -29,11 +30,13 @@ from .simd import (
     write_i32,
     write_i64,
 )
-from .small_rows import BATCH_BYTES, belongs, collect, keep_lane, row_of_lane, solve_batch
-from .threshold import keep_support, solve_row
+from .small_rows import BATCH_BYTES, WIDTH, belongs, collect, keep_lane, row_of_lane, solve_batch
+from .threshold import SMALL_U, SOFTMAX_U, count_positive, keep_support, solve_row
 from .tiles import PANEL, TILE_VECTORS, dots_of_rows, pack_panels, product, sum_rows
 
 _f = np.float32
+# Share of candidates from which a row may turn out dense.
+_NEARLY_ALL = 0.875
 
 
 @njit(error_model="numpy")
@@ -79,8 +82,8 @@ def column_range(r, b, h_kv, first, rows, limits):
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
         row_low, row_high = row_limits(r, b, h, i)
-        write_i64(limits + 16 * t, row_low)
-        write_i64(limits + 16 * t + 8, row_high)
+        write_i64(limits + ROW_LIMITS * t, row_low)
+        write_i64(limits + ROW_LIMITS * t + 8, row_high)
         if row_high > row_low:
             low, high = min(low, row_low), max(high, row_high)
     return low, max(low, high)
@@ -128,30 +131,90 @@ def _note_row(r, row, position, n):
 
 
 @njit(error_model="numpy")
-def _solve_rows(r, b, h_kv, first, rows, first_row, limits, scores, origin, buffers, row_bytes, position):
+def _finish_scores(r, b, h_kv, first, rows, limits, scores, origin):
+    """Add the terms of every row and note its maximum: NaN for NaN, -inf where nothing is allowed."""
+    for t in range(rows):
+        h, i = place_row(r, h_kv, first + t)
+        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        s = scores + 4 * (r.span * t - origin)
+        top = _f(-np.inf)
+        if high > low:
+            add_terms(r, s, b, h, i, low, high)
+            top = row_maximum(s, low, high)
+            if top <= MASKED_BELOW:
+                top = _f(-np.inf)
+        write_f32(limits + ROW_LIMITS * t + 16, top)
+
+
+@njit(error_model="numpy")
+def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
+    """Whether nearly all entries of every row are candidates."""
+    for t in range(rows):
+        h, _ = place_row(r, h_kv, first + t)
+        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        top = read_f32(limits + ROW_LIMITS * t + 16)
+        if math.isnan(top) or top == _f(-np.inf):
+            return False
+        s = scores + 4 * (r.span * t - origin)
+        if count_candidates(s, low, high, top, read_f64(r.alpha + 8 * h) - 1.0) < _NEARLY_ALL * (high - low):
+            return False
+    return True
+
+
+@njit(error_model="numpy")
+def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, row_bytes, target):
+    """Write the weights of a block, columns ``low`` to ``high``, to ``target``; returns how many are not zero.
+
+    Returns -1 where the rows cannot be solved like this. The scores of the rows' own columns stay.
+    """
+    u = read_f64(r.alpha + 8 * h) - 1.0
+    p_row = dense_row_bytes(r, high - low)
+    total = 0
+    for t in range(0, rows, LANES):
+        group = min(LANES, rows - t)
+        if not SOFTMAX_U <= u < SMALL_U:
+            break
+        line, weights = scores + 4 * (r.span * t - origin), target + p_row * t
+        place = limits + ROW_LIMITS * t
+        scratch = buffers + 2 * row_bytes
+        if not solve_even_rows(place, line, 4 * r.span, group, low, u, weights, p_row, scratch, row_bytes):
+            return -1
+    for t in range(rows):
+        row_low, row_high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        line = target + p_row * t
+        p, n = line + 4 * (row_low - low), row_high - row_low
+        if not SOFTMAX_U <= u < SMALL_U:
+            s = scores + 4 * (r.span * t - origin)
+            relative(s, row_low, row_high, read_f32(limits + ROW_LIMITS * t + 16), buffers)
+            solve_row(buffers, 0, p, buffers + row_bytes, n, u)
+        total += count_positive(p, n)
+        zero_floats(line, row_low - low)
+        zero_floats(p + 4 * n, high - row_high)
+    return total
+
+
+@njit(error_model="numpy")
+def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, row_bytes, position):
     """Solve the rows of a block and keep their support; returns the address after it and the number of entries."""
     x, index, p, other = buffers, buffers + row_bytes, buffers + 2 * row_bytes, buffers + 3 * row_bytes
     batch = buffers + 4 * row_bytes
     total, waiting = 0, 0
     for t in range(rows):
-        h, i = place_row(r, h_kv, first + t)
-        low, high = read_i64(limits + 16 * t), read_i64(limits + 16 * t + 8)
-        s = scores + 4 * (r.span * t - origin)
+        h, _ = place_row(r, h_kv, first + t)
+        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        top = read_f32(limits + ROW_LIMITS * t + 16)
         n = 0
-        if high > low:
-            add_terms(r, s, b, h, i, low, high)
-            top = row_maximum(s, low, high)
-            if math.isnan(top):
-                n = _spread_nan(low, high, position)
-            elif top > MASKED_BELOW:
-                u = read_f64(r.alpha + 8 * h) - 1.0
-                n = candidates(s, low, high, top, u, x, index)
-                if belongs(n, u):
-                    collect(batch, waiting, x, index, n, u, first_row + t)
-                    waiting += 1
-                    n = -1
-                else:
-                    n = keep_support(p, index, solve_row(x, index, p, other, n, u), position)
+        if math.isnan(top):
+            n = _spread_nan(low, high, position)
+        elif top > _f(-np.inf):
+            u = read_f64(r.alpha + 8 * h) - 1.0
+            n = candidates(scores + 4 * (r.span * t - origin), low, high, top, u, x, index)
+            if belongs(n, u):
+                collect(batch, waiting, x, index, n, u, first_row + t)
+                waiting += 1
+                n = -1
+            else:
+                n = keep_support(p, index, solve_row(x, index, p, other, n, u), position)
         if n >= 0:
             position = _note_row(r, first_row + t, position, n)
             total += n
@@ -180,24 +243,22 @@ def _make_dense(r, rows, first_row, low, high, scores):
 
 
 @njit(error_model="numpy")
-def store_dense_block(r, rows, first_row, low, high, scores, target):
-    """Keep dense rows at ``target``; returns the address after them."""
-    width = high - low
+def _note_dense_rows(r, rows, first_row, low, width, target):
+    """Remember that a block's rows lie densely at ``target``; returns the address after them."""
+    row_bytes = dense_row_bytes(r, width)
     for t in range(rows):
-        _copy_floats(scores + 4 * r.span * t, target, width)
-        write_i64(r.row_address + 8 * (first_row + t), target)
+        write_i64(r.row_address + 8 * (first_row + t), target + row_bytes * t)
         write_i32(r.row_size + 4 * (first_row + t), np.int32(-1 - width))
         write_i32(r.row_start + 4 * (first_row + t), np.int32(low))
-        target += 4 * width * (2 if r.store_gradient != 0 else 1)
-    return target
+    return target + row_bytes * rows
 
 
 @njit(error_model="numpy")
-def drop_dense(line, low, width, key, limit, factor):
-    """Apply dropout to a dense row in place."""
+def drop_dense(line, low, width, key, limit, factor, target):
+    """Apply dropout to a dense row."""
     for k in range(0, width, LANES):
         kept = hashed_keep(indices(low + k), key, limit)
-        store(line + 4 * k, select(kept, load(line + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
+        store(target + 4 * k, select(kept, load(line + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
 
 
 @njit(error_model="numpy")
@@ -209,21 +270,23 @@ def drop_sparse(weights, index, n, key, limit, factor, target):
 
 
 @njit(error_model="numpy")
-def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, scores):
-    """Dropout, output and returned weights of a dense block."""
+def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
+    """Dropout, output and returned weights of a dense block stored at ``stored``."""
     h, i = place_row(r, h_kv, first)
+    weights, row_bytes = stored, dense_row_bytes(r, high - low)
     if r.dropout_limit != 0:
         for t in range(rows):
-            key = dropout_key(r.seed, first_row + t)
-            drop_dense(scores + 4 * r.span * t, low, high - low, key, r.dropout_limit, r.dropout_scale)
+            key, line = dropout_key(r.seed, first_row + t), stored + row_bytes * t
+            drop_dense(line, low, high - low, key, r.dropout_limit, r.dropout_scale, dropped + 4 * r.span * t)
+        weights, row_bytes = dropped, 4 * r.span
     values = r.v + b * r.v_b + h_kv * r.v_h + low * r.v_t
     out = r.out + b * r.out_b + h * r.out_h + i * r.out_t
-    product(scores, 4 * r.span, 4, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low, 0)
+    product(weights, row_bytes, 4, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low, 0)
     if r.weights != 0:
         for t in range(rows):
             line = r.weights + 4 * r.keys * (first_row + t)
             zero_floats(line, r.keys)
-            _copy_floats(scores + 4 * r.span * t, line + 4 * low, high - low)
+            _copy_floats(weights + row_bytes * t, line + 4 * low, high - low)
 
 
 @njit(error_model="numpy")
@@ -248,16 +311,21 @@ def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
 
 
 @njit(error_model="numpy")
-def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position):
-    """One block of rows; returns the address after the support it kept, and the range of K packed so far."""
+def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position, try_dense):
+    """One block of rows.
+
+    Returns:
+        The address after the support it kept, the range of K packed so far, and whether the block was dense.
+    """
     first, rows = block_rows(r, block)
     # The rows of the heads that share a key head follow each other in [B, H, T_q].
     first_row = (b * r.kv_heads + h_kv) * r.groups * r.queries + first
     q_pack = scratch
     limits = q_pack + 64 * r.depth_vectors * r.block_rows
     row_bytes = 4 * (r.padded_keys + 4 * LANES)
-    x = limits + 16 * r.block_rows
-    scores = x + 4 * row_bytes + BATCH_BYTES
+    x = limits + ROW_LIMITS * r.block_rows
+    # Two rows and a group of even rows, or four rows and a batch of small ones.
+    scores = x + (LANES + 2) * row_bytes + BATCH_BYTES
 
     low, high = column_range(r, b, h_kv, first, rows, limits)
     if r.direct == 0 and high > low and not (packed_low <= low and high <= packed_high):
@@ -279,15 +347,27 @@ def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
 
     start = position
     origin = low // PANEL * PANEL
-    position, total = _solve_rows(r, b, h_kv, first, rows, first_row, limits, scores, origin, x, row_bytes, position)
-
-    if r.stacked == 0 and total > r.dense_above * rows * (high - low):
-        _make_dense(r, rows, first_row, low, high, scores)
-        position = store_dense_block(r, rows, first_row, low, high, scores, start)
-        _finish_dense(r, b, h_kv, first, rows, first_row, low, high, scores)
+    _finish_scores(r, b, h_kv, first, rows, limits, scores, origin)
+    may_be_dense = r.stacked == 0 and r.softcap == 0.0 and high - low > WIDTH
+    enough = r.dense_above * rows * (high - low)
+    columns = scores + 4 * (low - origin)
+    dense = False
+    if may_be_dense and try_dense and _looks_dense(r, h_kv, first, rows, limits, scores, origin):
+        h, _ = place_row(r, h_kv, first)
+        dense = _solve_densely(r, h, rows, low, high, limits, scores, origin, x, row_bytes, start) > enough
+    if not dense:
+        position, total = _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, x, row_bytes, position)
+        dense = may_be_dense and total > enough
+        if dense:
+            _make_dense(r, rows, first_row, low, high, columns)
+            for t in range(rows):
+                _copy_floats(columns + 4 * r.span * t, start + dense_row_bytes(r, high - low) * t, high - low)
+    if dense:
+        position = _note_dense_rows(r, rows, first_row, low, high - low, start)
+        _finish_dense(r, b, h_kv, first, rows, first_row, low, high, start, columns)
     else:
         _finish_sparse(r, b, h_kv, first, rows, first_row, x)
-    return position, packed_low, packed_high
+    return position, packed_low, packed_high, dense
 
 
 @njit(error_model="numpy")
@@ -308,6 +388,8 @@ def run_forward(record):
         b, h_kv, start, stop = item_blocks(r, item)
         start = max(start, read_i64(r.progress + 8 * item))
         packed_low, packed_high = 0, 0
+        # Rows of one head resemble each other: solving in place is tried where the block before was dense.
+        try_dense = True
         for block in range(start, stop):
             if slab_end - position < block_bytes:
                 slab = atomic_increment(r.counters + 16)
@@ -317,8 +399,8 @@ def run_forward(record):
                     return
                 position = read_i64(r.slabs + 8 * slab)
                 slab_end = position + r.slab_bytes
-            after, packed_low, packed_high = _block(
-                r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
+            after, packed_low, packed_high, try_dense = _block(
+                r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position, try_dense
             )
             if r.keep != 0:
                 position = after

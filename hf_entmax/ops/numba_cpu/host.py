@@ -15,6 +15,8 @@ from . import runtime
 from .arguments import RECORD
 
 _LANES = 16
+# What the forward kernel notes about each row of a block.
+_ROW_LIMITS = 24
 # Scratch for rows that are solved sixteen at a time.
 _BATCH_BYTES = 16 * 1024
 # Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
@@ -25,7 +27,7 @@ _DIRECT_ROWS = 8
 # Work items per thread to aim for when there are few (batch, key head) pairs.
 _ITEMS_PER_THREAD = 4
 # Share of nonzero weights above which a block is kept densely and multiplied densely.
-_DENSE_ABOVE = 0.5
+_DENSE_ABOVE = 0.3
 # Support storage of the first launch: all that could be needed up to this size, else this share of it.
 _SMALL_STORAGE = 4 << 20
 _FIRST_SHARE = 0.04
@@ -244,8 +246,8 @@ class Call:
         r["keep"], r["store_gradient"] = int(keep), int(store_gradient)
 
         depth, block_rows = 64 * int(r["depth_vectors"]), self.block_rows
-        scratch_bytes = depth * (self.padded + block_rows) + 16 * block_rows
-        scratch_bytes += _BATCH_BYTES + 16 * (self.padded + 4 * _LANES) + 4 * block_rows * self.span + 256
+        scratch_bytes = depth * (self.padded + block_rows) + _ROW_LIMITS * block_rows
+        scratch_bytes += _BATCH_BYTES + 4 * (_LANES + 2) * (self.padded + 4 * _LANES) + 4 * block_rows * self.span + 256
         if r["direct"]:
             scratch_bytes -= depth * self.padded
         entry = 12 if store_gradient else 8
@@ -309,7 +311,7 @@ class Call:
         dalpha = np.zeros((self.chunks, batch, heads))
         r["dalpha"] = dalpha.ctypes.data if want_alpha else 0
         value_bytes = 64 * int(r["value_vectors"])
-        scratch_bytes = 8 * (self.padded + 2 * _LANES) + 256
+        scratch_bytes = 12 * (self.padded + 2 * _LANES) + 256
         # Packed values and score gradients are only touched where a block was dense.
         scratch_bytes += value_bytes * (self.padded + self.block_rows) + 8 * self.block_rows * self.span + 128
         self._launch("backward", scratch_bytes, self.items)

@@ -10,6 +10,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
+#: Bytes noted for every row of a block: first column, one past the last, maximum.
+ROW_LIMITS = 24
+
+
+@njit(error_model="numpy")
+def dense_row_bytes(r, width):
+    """Bytes of ``width`` dense weights in whole vectors, and of the gradient of their scores if that is stored."""
+    return (width + 15) // 16 * (128 if r.store_gradient != 0 else 64)
+
 
 @njit(error_model="numpy")
 def block_rows(r, block):

@@ -10,6 +10,7 @@ from numba import njit
 
 from .simd import (
     LANES,
+    both,
     compress,
     compress_index,
     count,
@@ -156,12 +157,38 @@ def row_maximum(s, low, high):
     return top
 
 
+@njit(forceinline=True, error_model="numpy")
+def _reach(u):
+    return 1.0 / u if u * _DEEPEST > 1.0 else _DEEPEST
+
+
+@njit(error_model="numpy")
+def count_candidates(s, low, high, top, u):
+    """How many scores lie above ``top - 1/u``."""
+    floor = splat(_f(top - _reach(u)))
+    n = 0
+    j = low
+    while j + LANES <= high:
+        n += count(greater(load(s + 4 * j), floor))
+        j += LANES
+    if j < high:
+        n += count(both(first_lanes(high - j), greater(load(s + 4 * j), floor)))
+    return n
+
+
+@njit(error_model="numpy")
+def relative(s, low, high, top, x):
+    """Copy the scores of a row, relative to ``top``, to ``x``."""
+    shift = splat(top)
+    for j in range(low, high, LANES):
+        store(x + 4 * (j - low), load(s + 4 * j) - shift)
+
+
 @njit(error_model="numpy")
 def candidates(s, low, high, top, u, x, index):
     """Collect the scores above ``top - 1/u`` relative to ``top``, and their columns; returns how many."""
-    reach = 1.0 / u if u * _DEEPEST > 1.0 else _DEEPEST
     shift = splat(top)
-    floor = splat(_f(-reach))
+    floor = splat(_f(-_reach(u)))
     n = 0
     j = low
     while j < high:

@@ -8,6 +8,7 @@ the positive part of something affine in c, hence convex in c, so Newton's metho
 
 started at ``c = 0``, where ``S >= 1``, climbs to the solution without ever passing it. It is exact after one step when all
 candidates are equal, and for every row as u -> 0 (softmax). Since c only grows, candidates that fall to zero are dropped for good.
+Long rows start where n equal candidates with the same mean (and, where it is small, the same variance) would end.
 For ``u > 1`` the function is not convex: those rows are solved in float64 with a bracket.
 """
 
@@ -47,6 +48,15 @@ _ROUGH_MARGIN = 5e-4
 _ROUGH_FLOOR = _f(1e-6)
 # Below this u the argument 1 + u (x - c) is too close to 1 to hold the digits of u (x - c).
 SMALL_U = 0.25
+#: Below this u the mapping is softmax to float32.
+SOFTMAX_U = 1e-8
+#: For these u a weight whose argument y is below this is 0 in float32 next to the largest; its inverse stays harmless.
+LOWEST_Y = _f(1e-4)
+#: A last step that changes S by this share of it is expanded to third order: the fourth is below 4e-8.
+EXPAND_BELOW = _f(0.03)
+# Rows of more candidates start from their mean and variance, and need no rough steps where these say nearly all.
+_LONG = 64
+_EVEN = 0.3
 
 
 @njit(forceinline=True, error_model="numpy")
@@ -107,7 +117,7 @@ def _solve_linear(x, index, p, n):
         c += step
         if abs(step) <= 2e-7:
             break
-        if iteration == 1 and n > 2 * LANES:
+        if index != 0 and iteration == 1 and n > 2 * LANES:
             n = _drop_zeros(x, index, n, _f(c - 1.0 - 1e-5))
     base = splat(_f(1.0 - c))
     for k in range(0, n, LANES):
@@ -132,7 +142,7 @@ def _solve_square(x, index, p, n):
         c += step
         if abs(step) <= 2e-7:
             break
-        if iteration == 1 and n > 2 * LANES:
+        if index != 0 and iteration == 1 and n > 2 * LANES:
             n = _drop_zeros(x, index, n, _f(c - 2.0 - 1e-5))
     base = splat(_f(1.0 - 0.5 * c))
     for k in range(0, n, LANES):
@@ -174,45 +184,118 @@ def _accurate_sums(x, p, s, n, u, c):
 
 
 @njit(error_model="numpy")
-def _accurate_sums_near_softmax(x, p, s, n, u, c):
-    """The same for small u: log1p(v) = log(1 + v) + (v - ((1 + v) - 1)) / (1 + v) restores the digits 1 + v loses."""
-    slope, shift, inverse = splat(_f(u)), splat(_f(c)), splat(_f(1.0 / u))
-    one = splat(_ONE)
-    total, slopes = splat(_ZERO), splat(_ZERO)
+def _start(x, n, u):
+    """A first c from mean and variance of the candidates, and the variance's part in log S.
+
+    By Jensen's inequality (1/u >= 1) the solution lies at or above ``mean + (1 - n**-u) / u``.
+    """
+    total, squares = splat(_ZERO), splat(_ZERO)
     for k in range(0, n, LANES):
-        v = (load(x + 4 * k) - shift) * slope
-        y = maximum(one + v, splat(TINY))
-        weight = exp((log(y) + (v - (y - one)) / y) * inverse)
-        derivative = weight / y
-        store(p + 4 * k, weight)
-        store(s + 4 * k, derivative)
-        total = total + weight
-        slopes = slopes + derivative
-    return sum_lanes(total), sum_lanes(slopes)
+        value = select(first_lanes(n - k), load(x + 4 * k), splat(_ZERO))
+        total = total + value
+        squares = muladd(value, value, squares)
+    mean = float(sum_lanes(total)) / n
+    variance = max(float(sum_lanes(squares)) / n - mean * mean, 0.0)
+    shrunk = math.expm1(-u * math.log(float(n)))
+    share = 1.0 + shrunk
+    c = mean - shrunk / u
+    curvature = 0.5 * (1.0 - u) * variance / (share * share)
+    if curvature < 1.0:
+        # Beyond the solution perhaps: from there Newton's method on a convex function comes back to the safe side.
+        c += curvature * share
+    return max(c, 0.0), curvature
 
 
 @njit(error_model="numpy")
-def _solve_general(x, index, p, s, n, u):
-    """Any alpha in (1, 2]: rough steps while c is far, then accurate ones."""
-    c = 0.0
+def _rough_start(x, index, n, u, c):
+    """Steps from ``c`` until what is left is below the roughness of the sums; returns c and how many candidates are left."""
     for iteration in range(12):
         total, slopes = _rough_sums(x, n, u, c)
         step = _newton_step(total, slopes, u) if total > 1.0 + 1e-3 else 0.0
         c += step
         if step * slopes < 3e-2:
             # Newton squares the error: what is left is below the roughness of the sums themselves.
-            c = max(c - _ROUGH_MARGIN / slopes, 0.0)
-            break
-        if n > 2 * LANES and iteration < 4:
+            return max(c - _ROUGH_MARGIN / slopes, 0.0), n
+        if index != 0 and n > 2 * LANES and iteration < 4:
             n = _drop_zeros(x, index, n, _f(c - 1.0 / u - 1e-2))
+    return c, n
+
+
+@njit(error_model="numpy")
+def _moments_near_softmax(x, p, inverses, n, u, c):
+    """Write p and 1/y at c, for small u; returns sum p y**-j for j = 0 to 3.
+
+    log1p(v) = log(1 + v) + (v - ((1 + v) - 1)) / (1 + v) restores the digits that y = 1 + v loses.
+    """
+    slope, shift, inverse_u = splat(_f(u)), splat(_f(c)), splat(_f(1.0 / u))
+    one, floor = splat(_ONE), splat(LOWEST_Y)
+    s0, s1, s2, s3 = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
+    for k in range(0, n, LANES):
+        v = (load(x + 4 * k) - shift) * slope
+        positive = greater(one + v, floor)
+        y = maximum(one + v, floor)
+        inverse = one / y
+        weight = exp(muladd(v - (y - one), inverse, log(y)) * inverse_u)
+        weight = select(positive, weight, splat(_ZERO))
+        store(p + 4 * k, weight)
+        store(inverses + 4 * k, inverse)
+        s0 = s0 + weight
+        weight = weight * inverse
+        s1 = s1 + weight
+        weight = weight * inverse
+        s2 = s2 + weight
+        s3 = muladd(weight, inverse, s3)
+    return float(sum_lanes(s0)), float(sum_lanes(s1)), float(sum_lanes(s2)), float(sum_lanes(s3))
+
+
+@njit(error_model="numpy")
+def expand_last_step(p, inverses, n, u, step):
+    """Turn weights at c into those at c + step.
+
+    With r = step / y: ``p (1 - u r)**(1/u) = p (1 - r + (1-u) r**2 / 2 - (1-u)(1-2u) r**3 / 6 + ...)``.
+    """
+    d, limit = splat(_f(step)), splat(_f(1.0 / u))
+    a, b = splat(_f(0.5 * (1.0 - u))), splat(_f((1.0 - u) * (2.0 * u - 1.0) / 6.0))
+    for k in range(0, n, LANES):
+        r = load(inverses + 4 * k) * d
+        factor = muladd(muladd(muladd(b, r, a), r, splat(-_ONE)), r, splat(_ONE))
+        factor = select(greater(limit, r), maximum(factor, splat(_ZERO)), splat(_ZERO))
+        store(p + 4 * k, load(p + 4 * k) * factor)
+
+
+@njit(error_model="numpy")
+def _solve_near_softmax(x, p, inverses, n, u, c):
+    """Accurate steps for small u, where p is a smooth function of c down to its zeros: the last one is expanded."""
+    second, third = 0.5 * (1.0 - u), (1.0 - u) * (1.0 - 2.0 * u) / 6.0
+    for _ in range(24):
+        s0, s1, s2, s3 = _moments_near_softmax(x, p, inverses, n, u, c)
+        step = _newton_step(s0, s1, u)
+        if abs(step) * s1 > EXPAND_BELOW * s0:
+            c += step
+            continue
+        for _ in range(2):
+            excess = s0 - 1.0 - step * (s1 - step * (second * s2 - step * third * s3))
+            step += excess / (s1 - step * (2.0 * second * s2 - 3.0 * step * third * s3))
+        expand_last_step(p, inverses, n, u, step)
+        return
+
+
+@njit(error_model="numpy")
+def _solve_general(x, index, p, s, n, u):
+    """Any alpha in (1, 2]: rough steps while c is far, then accurate ones."""
+    c, curvature = 0.0, np.inf
+    if n > _LONG:
+        c, curvature = _start(x, n, u)
+    if curvature > _EVEN:
+        c, n = _rough_start(x, index, n, u, c)
+    if u < SMALL_U:
+        _solve_near_softmax(x, p, s, n, u, c)
+        return n
     # A last step that changes S by so little is applied to p by its first-order effect instead of evaluating again. Near
     # alpha = 2 its second-order effect on the weights next to the threshold is larger, hence the second limit.
     small = 1.0 if u <= 0.55 else 3e-5
     for _ in range(24):
-        if u < SMALL_U:
-            total, slopes = _accurate_sums_near_softmax(x, p, s, n, u, c)
-        else:
-            total, slopes = _accurate_sums(x, p, s, n, u, c)
+        total, slopes = _accurate_sums(x, p, s, n, u, c)
         step = _newton_step(total, slopes, u)
         if abs(step) * slopes <= 1e-3 and abs(step) <= small:
             correction = splat(_f(-step))
@@ -255,7 +338,7 @@ def solve_row(x, index, p, s, n, u):
 
     Args:
         x: address of the candidates, relative to the row's maximum (so all <= 0, one of them 0); overwritten.
-        index: address of their columns (int32); compacted along with ``x``.
+        index: address of their columns (int32), compacted along with ``x``; 0 if no candidate is to be dropped.
         p: address of the weights to write.
         s: address of as many floats of scratch.
         n: number of candidates, at least 1.
@@ -270,7 +353,7 @@ def solve_row(x, index, p, s, n, u):
         write_f32(p, _ONE)
         return 1
     _pad(x, n)
-    if u < 1e-8:
+    if u < SOFTMAX_U:
         return _softmax(x, p, n)
     if u == 1.0:
         return _solve_linear(x, index, p, n)
@@ -280,6 +363,15 @@ def solve_row(x, index, p, s, n, u):
         return _solve_general(x, index, p, s, n, u)
     _solve_bracketed(x, p, n, u)
     return n
+
+
+@njit(error_model="numpy")
+def count_positive(p, n):
+    """How many of ``n`` weights are above 0."""
+    positive = 0
+    for k in range(0, n, LANES):
+        positive += count(greater(load(p + 4 * k), select(first_lanes(n - k), splat(_ZERO), splat(_f(np.inf)))))
+    return positive
 
 
 @njit(error_model="numpy")

@@ -209,6 +209,18 @@ def _horizontal_sums(builder, vectors):
     return vectors[0]
 
 
+@intrinsic
+def row_sums(typingctx, address):
+    """The sums over lanes of sixteen consecutive vectors at ``address``."""
+
+    def codegen(context, builder, sig, args):
+        return _horizontal_sums(
+            builder, [load_vector(builder, builder.add(args[0], _I64(64 * i))) for i in range(LANES)]
+        )
+
+    return vector_types.floats(types.int64), codegen
+
+
 def _make_dots(gathered: bool):
     @intrinsic
     def dots(typingctx, x, index, last, base, row_bytes, vectors):

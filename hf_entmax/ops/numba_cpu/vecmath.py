@@ -64,8 +64,8 @@ def expm1(x):
 
 
 @njit(forceinline=True, error_model="numpy")
-def exp_remainder(x):
-    """The exponential minus 1 minus x, accurate to a few units in the last place of the result; x at most 88."""
+def remainder_ratio(x):
+    """``(exp(x) - 1 - x) / x**2`` by its series, for abs(x) up to 0.5."""
     series = splat(_f(1 / 362880))
     series = muladd(series, x, splat(_f(1 / 40320)))
     series = muladd(series, x, splat(_f(1 / 5040)))
@@ -73,9 +73,15 @@ def exp_remainder(x):
     series = muladd(series, x, splat(_f(1 / 120)))
     series = muladd(series, x, splat(_f(1 / 24)))
     series = muladd(series, x, splat(_f(1 / 6)))
-    series = muladd(series, x, splat(_f(0.5)))
-    small = greater(splat(_f(0.25)), x * x)
-    return select(small, series * x * x, expm1(x) - x)
+    return muladd(series, x, splat(_f(0.5)))
+
+
+@njit(forceinline=True, error_model="numpy")
+def exp_remainder(x):
+    """The exponential minus 1 minus x, accurate to a few units in the last place of the result; x at most 88."""
+    square = x * x
+    small = greater(splat(_f(0.25)), square)
+    return select(small, remainder_ratio(x) * square, expm1(x) - x)
 
 
 @njit(forceinline=True, error_model="numpy")
