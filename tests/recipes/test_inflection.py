@@ -103,7 +103,7 @@ def test_forms_with_spaces_come_back(tmp_path):
 
 
 def test_the_configurations_are_right():
-    for file in ("inflection.yaml", "inflection_german.yaml"):
+    for file in ("inflection.yaml", "inflection_german.yaml", "inflection_94.yaml"):
         chosen = parse(
             inflection.Settings, "x", ["--config", str(RECIPES / "configs" / file), "--attention", "learned"]
         )

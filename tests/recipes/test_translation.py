@@ -116,6 +116,7 @@ def test_missing_data_and_wrong_values_name_the_setting():
         translation.Settings(out="x", train="a", dev="b", test=["c"], architecture="gpt")
 
 
-def test_the_configuration_is_right():
-    chosen = parse(translation.Settings, "x", ["--config", str(RECIPES / "configs" / "translation_multi30k.yaml")])
-    assert (chosen.source, chosen.target, len(chosen.test)) == ("de", "en", 2)
+@pytest.mark.parametrize(("file", "sides", "tests"), [("multi30k", ("de", "en"), 2), ("tatoeba", ("1", "0"), 1)])
+def test_the_configurations_are_right(file, sides, tests):
+    chosen = parse(translation.Settings, "x", ["--config", str(RECIPES / "configs" / f"translation_{file}.yaml")])
+    assert ((chosen.source, chosen.target), len(chosen.test)) == (sides, tests)
