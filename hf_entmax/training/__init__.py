@@ -1,7 +1,28 @@
-"""Training patched models: parameter groups, callbacks, schedules, losses for the Trainer."""
+"""Training patched models: parameter groups, callbacks, schedules, losses, distillation, density targets."""
 
 from hf_entmax.training.callbacks import AlphaLoggingCallback, AlphaScheduleCallback
+from hf_entmax.training.density import DensityTarget, attention_density, soft_density
+from hf_entmax.training.distillation import (
+    attention_distillation,
+    attention_pairs,
+    logit_distillation,
+    record_attention,
+)
 from hf_entmax.training.losses import SmoothedEntmaxLoss
 from hf_entmax.training.parameters import alpha_parameter_groups
+from hf_entmax.training.schedules import AlphaSchedule
 
-__all__ = ["AlphaLoggingCallback", "AlphaScheduleCallback", "SmoothedEntmaxLoss", "alpha_parameter_groups"]
+__all__ = [
+    "AlphaLoggingCallback",
+    "AlphaSchedule",
+    "AlphaScheduleCallback",
+    "DensityTarget",
+    "SmoothedEntmaxLoss",
+    "alpha_parameter_groups",
+    "attention_density",
+    "attention_distillation",
+    "attention_pairs",
+    "logit_distillation",
+    "record_attention",
+    "soft_density",
+]

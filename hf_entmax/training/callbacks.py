@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_entmax.integration.patching import alphas, entmax_config, is_patched, set_alphas
+from hf_entmax.training.schedules import AlphaSchedule
 
 
 class AlphaLoggingCallback(TrainerCallback):
@@ -154,23 +154,11 @@ class AlphaScheduleCallback(TrainerCallback):
     def __init__(
         self, start: float, end: float, over: float = 0.5, shape: str | Callable[[float], float] = "linear"
     ) -> None:
-        for name, value in (("start", start), ("end", end)):
-            if not value >= 1.0:
-                raise ValueError(f"{name}={value!r} is not allowed: alpha must be >= 1.")
-        if not 0.0 < over <= 1.0:
-            raise ValueError(f"over={over!r} is not allowed: give a share of training in (0, 1].")
-        if not callable(shape) and shape not in ("linear", "cosine"):
-            raise ValueError(f"shape={shape!r} is not allowed: choose 'linear', 'cosine' or give a function.")
-        self.start, self.end, self.over, self.shape = float(start), float(end), float(over), shape
+        self.schedule = AlphaSchedule(start, end, over, shape)
 
     def value(self, step: int, max_steps: int) -> float:
         """Alpha at a step."""
-        done = min(1.0, step / max(1.0, self.over * max_steps))
-        if callable(self.shape):
-            done = self.shape(done)
-        elif self.shape == "cosine":
-            done = 0.5 - 0.5 * torch.cos(torch.tensor(torch.pi * done, dtype=torch.float64)).item()
-        return self.start + (self.end - self.start) * done
+        return self.schedule(step / max(1, max_steps))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -182,9 +170,10 @@ class AlphaScheduleCallback(TrainerCallback):
                 f"AlphaScheduleCallback needs mapping='entmax'; this model uses {config.mapping!r}, which has no alpha."
             )
         lo, hi = config.alpha_range
-        if config.alpha == "learned" and not (lo <= self.start <= hi and lo <= self.end <= hi):
+        start, end = self.schedule.start, self.schedule.end
+        if config.alpha == "learned" and not (lo <= start <= hi and lo <= end <= hi):
             raise ValueError(
-                f"The schedule goes from {self.start} to {self.end}; learned alphas of this model stay within {lo} to {hi} (alpha_range)."
+                f"The schedule goes from {start} to {end}; learned alphas of this model stay within {lo} to {hi} (alpha_range)."
             )
 
     def on_step_begin(
@@ -192,7 +181,7 @@ class AlphaScheduleCallback(TrainerCallback):
     ) -> None:
         """Set alpha for the step that begins."""
         model = _inner(kwargs["model"])
-        if entmax_config(model).alpha == "learned" and state.global_step >= self.over * state.max_steps:
+        if entmax_config(model).alpha == "learned" and self.schedule.arrived(state.global_step / state.max_steps):
             return
         set_alphas(model, self.value(state.global_step, state.max_steps))
 
@@ -201,7 +190,7 @@ class AlphaScheduleCallback(TrainerCallback):
     ) -> None:
         """A fixed alpha ends exactly where the schedule ends."""
         model = _inner(kwargs["model"])
-        if entmax_config(model).alpha != "learned" and state.global_step >= self.over * state.max_steps:
+        if entmax_config(model).alpha != "learned" and self.schedule.arrived(state.global_step / state.max_steps):
             set_alphas(model, self.value(state.max_steps, state.max_steps))
 
 

@@ -88,6 +88,7 @@ class Training:
         loss: mean over the labels of a batch; default: the model's own.
         count: labels of a batch that the loss is a mean over.
         before_step: called with the share of training that lies behind, in [0, 1], before every optimiser step.
+        evaluate_every: evaluate after so many optimiser steps too, not only after each epoch; 0 does not.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Training:
         loss: Loss = model_loss,
         count: Callable[[dict[str, Any]], int] = count_labels,
         before_step: Callable[[float], None] | None = None,
+        evaluate_every: int = 0,
     ) -> None:
         settings = run.settings
         self.run, self.tokenizer, self.batches = run, tokenizer, batches
         self.evaluate, self.loss, self.count, self.before_step = evaluate, loss, count, before_step
+        self.evaluate_every = evaluate_every
         self.accelerator = run.accelerator
         self.total = 2 if settings.smoke else settings.epochs * len(batches)
         optimizer = torch.optim.AdamW(_groups(model, settings), lr=settings.lr, betas=(0.9, 0.98))
@@ -142,8 +145,16 @@ class Training:
                 self.run.log(progress.step, **values)
                 if progress.step >= self.total:
                     break
-                if settings.checkpoint_steps and progress.step % settings.checkpoint_steps == 0:
+                within = progress.step_in_epoch < len(self.batches)
+                if within and self.evaluate_every and progress.step % self.evaluate_every == 0:
+                    self._evaluate(bar)
                     self.run.save_checkpoint()
+                    if progress.finished:
+                        break
+                elif settings.checkpoint_steps and progress.step % settings.checkpoint_steps == 0:
+                    self.run.save_checkpoint()
+            if progress.finished:
+                break
             progress.epoch += 1
             progress.step_in_epoch = 0
             self._evaluate(bar)

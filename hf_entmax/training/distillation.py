@@ -1,0 +1,176 @@
+"""Losses that keep a model close to a frozen teacher: at its output, and in the attention of each layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_entmax.integration.discovery import AttentionSite
+from hf_entmax.integration.observe import observe_attention
+from hf_entmax.losses import entmax_loss
+
+ATTENTION_LOSSES = ("kl", "mse")
+
+
+def logit_distillation(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    alpha: float = 1.0,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""How far a student's output is from a softmax teacher's: the Fenchel-Young loss with the teacher as target.
+
+        L = T^2 mean_t [ (p_t - q_t).z_t / T + H(p_t) - H(q_t) ],     q_t = softmax(teacher_t / T),  p_t = entmax(z_t / T)
+
+    with the Tsallis entropy ``H`` of ``alpha``. At ``alpha = 1`` it is ``T^2 KL(q || p)``. For sparse outputs that divergence
+    is infinite, this loss is not; it is 0 where ``p = q``, and its gradient is ``T (p - q)`` for every alpha.
+
+    Args:
+        student: logits ``[..., V]``, floating point.
+        teacher: logits ``[..., V]``; no gradient flows into them.
+        labels: ``[...]``, integers; only where they are ``ignore_index`` counts.
+        alpha: of the student's output, ``>= 1``.
+        temperature: ``T > 0``, flattens both.
+        ignore_index: positions with this label are left out.
+
+    Returns:
+        Scalar, nats at ``alpha = 1``; 0 where no position is left.
+
+    Raises:
+        ValueError: for shapes that do not fit, ``temperature`` not above 0 or ``alpha`` below 1.
+
+    Reference:
+        Hinton, Vinyals, Dean 2015, sec. 2; Blondel, Martins, Niculae 2020, sec. 3 (Fenchel-Young losses).
+    """
+    if student.shape != teacher.shape or student.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "logits [..., V] of the same shape and labels [...] are needed (teacher and student share one vocabulary)."
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r} is not allowed: give a number above 0.")
+    kept = labels != ignore_index
+    target = torch.softmax(teacher.detach()[kept].float() / temperature, dim=-1)
+    if not len(target):
+        return student.sum() * 0.0
+    return entmax_loss(student[kept].float() / temperature, target, alpha) * temperature**2
+
+
+def attention_distillation(student: Tensor, teacher: Tensor, pairs: Tensor, kind: str = "kl") -> Tensor:
+    r"""How far the attention of one module is from its softmax teacher's, mean over heads and queries.
+
+        kl:   sum_j p_j (log p_j - log q_j)          mse:   sum_j (p_j - q_j)^2
+
+    The divergence runs from student to teacher: ``p_j = 0`` then costs nothing by itself, while ``KL(q || p)`` would be infinite
+    as soon as the student drops a key.
+
+    Args:
+        student: weights ``p`` ``[B, H, T_q, T_k]``, floating point, rows that sum to 1.
+        teacher: softmax weights ``q`` of the same shape; no gradient flows into them.
+        pairs: bool ``[B, T_q, T_k]``, True = a real query may see a real key. Queries without a key do not count.
+        kind: ``"kl"`` or ``"mse"``.
+
+    Returns:
+        Scalar, nats for ``"kl"``; 0 where no query counts.
+
+    Raises:
+        ValueError: for an unknown ``kind`` or shapes that do not fit.
+    """
+    if kind not in ATTENTION_LOSSES:
+        raise ValueError(f"kind={kind!r} is not known; choose one of {list(ATTENTION_LOSSES)}.")
+    batch, _, queries, keys = student.shape
+    if student.shape != teacher.shape or pairs.shape != (batch, queries, keys):
+        raise ValueError(
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and pairs {tuple(pairs.shape)} do not fit: "
+            "[B, H, T_q, T_k] twice and [B, T_q, T_k] are needed."
+        )
+    p, q = (weights.float().masked_fill(~pairs[:, None], 0.0) for weights in (student, teacher.detach()))
+    if kind == "mse":
+        terms = (p - q).square()
+    else:
+        # Where p = 0 the term is 0 and has no gradient; the logarithm there must not be formed, or NaN comes back.
+        inside = p > 0
+        tiny = torch.finfo(torch.float32).tiny
+        terms = torch.where(inside, p * (torch.where(inside, p, 1.0).log() - q.clamp(min=tiny).log()), 0.0)
+    count = pairs.any(-1).sum() * student.shape[1]
+    return terms.sum() / count.clamp(min=1)
+
+
+@dataclass
+class Recorded:
+    """The attention of one forward pass.
+
+    Attributes:
+        weights: name of the attention module -> weights ``[B, H, T_q, T_k]``, in the autograd graph if there is one; of a
+            module shared among layers (ALBERT) ``NAME#1``, ... are the later calls.
+        sites: the same names -> which attention it is.
+    """
+
+    weights: dict[str, Tensor]
+    sites: dict[str, AttentionSite]
+
+
+@contextlib.contextmanager
+def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
+    """Keep the weights of all attention modules that run inside the block; all layers are held at once.
+
+    Raises:
+        ValueError: if some attention of the model cannot be seen.
+    """
+    record = Recorded({}, {})
+    calls: dict[str, int] = {}
+
+    def keep(site: AttentionSite, weights: Tensor) -> None:
+        number = calls[site.name] = calls.get(site.name, -1) + 1
+        name = f"{site.name}#{number}" if number else site.name
+        record.weights[name], record.sites[name] = weights, site
+
+    with observe_attention(model, keep):
+        yield record
+
+
+def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Recorded) -> dict[str, Tensor]:
+    """Which (query, key) pairs of a recorded pass are possible: padding and the future are not.
+
+    Args:
+        model: the model that ran.
+        batch: what it ran on, with its masks and labels.
+        record: of that pass.
+
+    Returns:
+        Name of the module -> bool ``[B, T_q, T_k]``. Modules of one site and shape share one tensor.
+    """
+    from hf_entmax.analysis.batches import prepare_batch  # loaded where it is used, as in the callbacks
+
+    info = prepare_batch(model, batch)
+    shared: dict[tuple[str, torch.Size], Tensor] = {}
+    pairs = {}
+    for name, weights in record.weights.items():
+        site = record.sites[name].site
+        key = (site, weights.shape[-2:])
+        if key not in shared:
+            shared[key] = _pairs(info, site, weights)
+        pairs[name] = shared[key]
+    return pairs
+
+
+def _pairs(info: Any, site: str, weights: Tensor) -> Tensor:
+    from hf_entmax.analysis.metrics import possible_pairs
+
+    batch, _, queries, keys = weights.shape
+    query_mask = info.tokens(site)[1]
+    key_mask = info.mask if site == "cross" else query_mask
+    if key_mask is None:
+        key_mask = torch.ones(batch, keys, dtype=torch.bool, device=weights.device)
+    if query_mask is None:
+        query_mask = torch.ones(batch, queries, dtype=torch.bool, device=weights.device)
+    return possible_pairs(weights, key_mask, query_mask, causal=site == "decoder_self")

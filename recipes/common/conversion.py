@@ -1,0 +1,105 @@
+"""What is special about turning a softmax model into a sparse one: its loss, and alpha on its way."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.run import Run
+from hf_entmax import entmax_config, is_patched, set_alphas
+from hf_entmax.generation import SamplingMetrics
+from hf_entmax.training import (
+    AlphaSchedule,
+    DensityTarget,
+    attention_density,
+    attention_distillation,
+    attention_pairs,
+    logit_distillation,
+    record_attention,
+    soft_density,
+)
+
+
+def inner(model: Any) -> Any:
+    """The Transformers model inside PEFT."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+class Conversion:
+    """The loss of a conversion, and what moves with training: alpha, and the pressure on the density.
+
+    Args:
+        run: its settings weigh the terms: ``task_weight``, ``distill_logits``, ``temperature``, ``distill_attention``,
+            ``attention_loss``, ``density_target``, ``density_rate``, ``tau``.
+        student: patched (or plain, as a control), perhaps inside PEFT; not yet prepared for the processes.
+        teacher: the frozen softmax model, in evaluation mode.
+        schedule: of alpha; None leaves alpha alone.
+        shift: whether position ``t`` predicts label ``t + 1`` (causal language models).
+    """
+
+    def __init__(self, run: Run, student: Any, teacher: Any, schedule: AlphaSchedule | None, *, shift: bool) -> None:
+        settings = run.settings
+        self.settings, self.student, self.teacher, self.run = settings, inner(student), teacher, run
+        self.schedule, self.shift = schedule, shift
+        self.output_alpha = SamplingMetrics.for_model(self.student).alpha
+        self.learned = is_patched(self.student) and entmax_config(self.student).alpha == "learned"
+        self.arrived = self.schedule is None
+        self.density = None
+        if settings.density_target is not None:
+            rate = settings.density_rate / settings.gradient_accumulation  # it moves with every part of a step
+            self.density = DensityTarget(settings.density_target, rate)
+            run.accelerator.register_for_checkpointing(self.density)
+
+    def move(self, share: float) -> None:
+        """Put alpha where it belongs when this share of training is done."""
+        if self.schedule is None:
+            return
+        self.arrived = self.schedule.arrived(share)
+        if not (self.arrived and self.learned):
+            set_alphas(self.student, self.schedule(share))
+
+    def arrive(self) -> None:
+        """Put alpha where it is headed, at once: to see what that does without any training."""
+        if self.schedule is not None:
+            set_alphas(self.student, self.schedule.end)
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Task, distances to the teacher, and density, as the settings weigh them."""
+        settings = self.settings
+        looks = bool(settings.distill_attention) or self.density is not None
+        if looks and "attention_mask" not in batch:
+            batch = {**batch, "attention_mask": (batch["labels"] != -100).long()}
+        with record_attention(self.student) if looks else contextlib.nullcontext() as seen:
+            output = model(**batch)
+        loss = settings.task_weight * output.loss
+        pairs = {} if seen is None else attention_pairs(self.student, batch, seen)
+        if settings.distill_logits or settings.distill_attention:
+            looks_there = record_attention(self.teacher) if settings.distill_attention else contextlib.nullcontext()
+            with torch.no_grad(), looks_there as wanted:
+                known = self.teacher(**batch)
+            if settings.distill_logits:
+                loss = loss + settings.distill_logits * self._logits(output.logits, known.logits, batch["labels"])
+            if seen is not None and wanted is not None:
+                terms = [
+                    attention_distillation(weights, wanted.weights[name], pairs[name], settings.attention_loss)
+                    for name, weights in seen.weights.items()
+                ]
+                loss = loss + settings.distill_attention * torch.stack(terms).mean()
+        if seen is not None and self.density is not None:
+            loss = loss + self._pressure(self.density, seen.weights, pairs)
+        return loss
+
+    def _pressure(self, target: DensityTarget, weights: dict[str, Tensor], pairs: dict[str, Tensor]) -> Tensor:
+        if self.arrived:  # before, alpha itself is still on its way
+            measured = torch.stack([attention_density(w, pairs[name]) for name, w in weights.items()]).mean()
+            target.update(float(self.run.accelerator.reduce(measured.detach(), "mean")))
+        soft = torch.stack([soft_density(w, pairs[name], self.settings.tau) for name, w in weights.items()])
+        return target.multiplier * soft.mean()
+
+    def _logits(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        if self.shift:
+            student, teacher, labels = student[:, :-1], teacher[:, :-1], labels[:, 1:]
+        return logit_distillation(student, teacher, labels, self.output_alpha, temperature=self.settings.temperature)

@@ -1,0 +1,388 @@
+"""Make a pretrained softmax model sparse, and report quality against sparsity on the way.
+
+    python recipes/convert.py --config recipes/configs/convert_wikitext2.yaml --model runs/lm-softmax/model --out runs/lm-sparse
+    python recipes/convert.py --config ... --model ... --out ... --attention 1.5                     # fixed instead of learned
+    python recipes/convert.py --config ... --model ... --out ... --schedule abrupt                   # at once
+    python recipes/convert.py --config ... --model ... --out ... --attention softmax                 # the control: train on
+    python recipes/convert.py --config recipes/configs/convert_multi30k.yaml --model runs/mt-softmax/model --out runs/mt-sparse \
+        --distill_logits 1.0 --distill_attention 1.0 --density_target 0.2
+    python recipes/convert.py --config ... --model openai-community/gpt2 --out ... --lora_rank 8     # adapters and alphas only
+    accelerate launch recipes/convert.py --config ... --out ...                         # as `accelerate config` says
+    torchrun --standalone --nproc_per_node 2 recipes/convert.py --config ... --out ...             # two CPU processes
+
+The model is a causal language model (data: ``--data``) or an encoder-decoder (data: sentence pairs, ``--train``, ``--dev``,
+``--test``), a folder or a Hub id. Alpha starts at ``--start`` (1: still a softmax), moves to its target over the share ``--over``
+of training, and is then held (``--attention 1.5``) or let go (``--attention learned``, from ``--alpha_init`` on). The loss is
+
+    task_weight * task + distill_logits * logits + distill_attention * attention + lam * D_tau
+
+with the distances to the frozen softmax model and the density pressure as `hf_entmax.training.distillation` and
+`hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. Each
+evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
+training, and on the way. The model kept is the last one: a conversion that stopped early would not be one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hf_entmax
+import language_modeling as lm
+import translation as mt
+from common.batches import Batches
+from common.conversion import Conversion, inner
+from common.data import read_pairs
+from common.finish import PLACES, check_finish, finish
+from common.heads import head_statistics
+from common.results import Results, command
+from common.run import Run
+from common.settings import RunSettings, option, parse
+from common.training import Training, count_labels, count_shifted_labels
+from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
+from hf_entmax.training import AlphaSchedule, DensityTarget
+
+SITES = ("encoder_self", "cross", "decoder_self")
+QUALITY = ("bleu", "chrf", "perplexity", "epsilon_perplexity")
+HEADS = ("density", *(f"{what}_{site}" for site in SITES for what in ("density", "support", "js")))
+FIELDS = (
+    *("attention", "output_alpha", "seed", "model", "data", "schedule", "over", "distill_logits", "distill_attention"),
+    *("density_target", "lora_rank", "lost", *QUALITY, *(f"{name}_before" for name in QUALITY), *HEADS),
+    *("steps", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+)
+STAGES = ("before", "patched", "training")
+CURVE = ("command", "stage", "step", *QUALITY, "alpha_mean", "alpha_min", "alpha_max", "pressure", *HEADS)
+
+
+@dataclasses.dataclass
+class Settings(RunSettings):
+    """What this recipe can be told beside what all can."""
+
+    model: str = option("", "the softmax model: a folder or Hub id, causal or encoder-decoder")
+    attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
+    alpha_init: str = option("1.5", "where learned alphas are let go: a number between 1 and 2")
+    schedule: str = option("anneal", "anneal: alpha moves to its target; abrupt: it is there at once")
+    start: float = option(1.0, "alpha at the beginning of annealing")
+    over: float = option(0.5, "share of training over which it moves")
+    shape: str = option("linear", "how it moves: linear or cosine")
+    task_weight: float = option(1.0, "weight of the task's own loss")
+    distill_logits: float = option(0.0, "weight of the distance to the softmax model's output")
+    temperature: float = option(1.0, "of that distance")
+    distill_attention: float = option(0.0, "weight of the distance to the softmax model's attention, mean over modules")
+    attention_loss: str = option("kl", "that distance: kl (student to teacher) or mse")
+    density_target: float | None = option(None, "largest share of nonzero attention weights to train towards")
+    density_rate: float = option(0.1, "how fast the pressure on the density follows, per step")
+    tau: float = option(0.01, "attention weight that counts half in the density's stand-in")
+    lora_rank: int = option(0, "train adapters of this rank (and learned alphas) only; 0 trains everything")
+    evaluate_every: int = option(0, "evaluate after so many optimiser steps too, not only after each epoch")
+    data: str = option("lm/wikitext-2/{split}.txt.gz", "causal models: as for language_modeling.py")
+    dev_split: str = option("valid", "causal models: what {split} is for dev")
+    column: str = option("text", "causal models: which column has the text")
+    block: int = option(128, "causal models: tokens in a block")
+    train_tokens: int = option(0, "causal models: train on so many tokens; 0 for all")
+    dev_tokens: int = option(0, "causal models: tokens of dev; 0 for all")
+    test_tokens: int = option(0, "causal models: tokens of test; 0 for all")
+    train: str = option("", "encoder-decoders: sentence pairs, as for translation.py")
+    dev: str = option("", "encoder-decoders: pairs for each evaluation")
+    test: str = option("", "encoder-decoders: pairs for the last one")
+    source: str = option("de", "encoder-decoders: source language")
+    target: str = option("en", "encoder-decoders: target language")
+    max_tokens: int = option(128, "encoder-decoders: longest sentence in tokens")
+    dev_sentences: int = option(500, "encoder-decoders: dev pairs translated greedily for each evaluation; 0 for all")
+    beams: int = option(5, "encoder-decoders: beam width on the test set")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("model", bool(self.model), "given: the softmax model to convert")
+        self.require("schedule", self.schedule in ("anneal", "abrupt"), "anneal or abrupt")
+        self.require("attention_loss", self.attention_loss in ("kl", "mse"), "kl or mse")
+        self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
+        for name in ("task_weight", "distill_logits", "distill_attention", "lora_rank", "evaluate_every"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
+        self.require("task_weight", weighted, "above 0 where nothing is distilled")
+        for name in ("temperature", "tau"):
+            self.require(name, getattr(self, name) > 0, "above 0")
+        if self.density_target is not None:
+            self.require("attention", self.attention != "softmax", "sparse for a density_target")
+            DensityTarget(self.density_target, self.density_rate)
+        if self.annealed:
+            fixed = not self.learned
+            self.require("alpha_init", fixed or self.alpha_init != "normal", "a number where alpha is annealed to it")
+            self.alpha_schedule()
+
+    @property
+    def learned(self) -> bool:
+        """Whether alphas learn once they are let go."""
+        return self.attention == "learned"
+
+    @property
+    def annealed(self) -> bool:
+        """Whether alpha moves on a schedule."""
+        return self.schedule == "anneal" and self.attention != "softmax"
+
+    def alpha_schedule(self) -> AlphaSchedule:
+        """Alpha on its way; only an alpha can be annealed."""
+        target = self.alpha_init if self.learned else self.attention
+        try:
+            end = float(target)
+        except ValueError:
+            raise ValueError(f"schedule=anneal needs an alpha; attention={target!r} has none. Use abrupt.") from None
+        return AlphaSchedule(self.start, end, self.over, self.shape)
+
+
+# --- 1. Tasks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Task:
+    """What differs between the two kinds of models: examples to train on, and measures of dev and test."""
+
+    examples: list[Any]
+    collate: Callable[[list[Any]], Any]
+    length: Callable[[Any], int]
+    count: Callable[[dict[str, Any]], int]
+    shift: bool
+    probe: list[dict[str, Any]]
+    dev: Callable[[Any], dict[str, float]]
+    test: Callable[[Any], dict[str, float]]
+
+
+def read_data(settings: Settings, encoder_decoder: bool) -> Any:
+    """The raw data, before anything is written."""
+    if not encoder_decoder:
+        return lm.read_splits(settings)
+    for name in ("train", "dev", "test"):
+        settings.require(name, bool(getattr(settings, name)), f"given for an encoder-decoder such as {settings.model}")
+    pairs = {s: read_pairs(getattr(settings, s), settings.source, settings.target) for s in ("train", "dev", "test")}
+    pairs["dev"] = pairs["dev"][: settings.dev_sentences or None]
+    return {split: rows[: 64 if split == "train" else 8] for split, rows in pairs.items()} if settings.smoke else pairs
+
+
+def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
+    """Blocks of text and perplexities."""
+    blocks = lm.prepare(settings, lines, tokenizer)
+    whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
+
+    def measure(model: Any, split: str) -> dict[str, float]:
+        found = lm.text_measures(model, blocks[split], tokenizer, run)
+        return {name: found[name] for name in ("perplexity", "epsilon_perplexity")}
+
+    return Task(
+        blocks["train"],
+        lm.collate,
+        lambda block: len(block["input_ids"]),
+        count_shifted_labels,
+        True,
+        [lm.collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
+        lambda model: measure(model, "dev"),
+        lambda model: measure(model, "test"),
+    )
+
+
+def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: Run, model: Any) -> Task:
+    """Sentence pairs and BLEU."""
+    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
+    examples = {split: mt.encode(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
+    translate = lambda m, split, beams: mt.translate(m, pairs[split], tokenizer, run, settings.max_tokens, beams)  # noqa: E731
+    return Task(
+        examples["train"],
+        lambda rows: dict(collator(rows)),
+        lambda example: len(example["input_ids"]) + len(example["labels"]),
+        count_labels,
+        False,
+        [dict(collator(examples["dev"][start : start + 32])) for start in range(0, min(len(examples["dev"]), 256), 32)],
+        lambda m: translate(m, "dev", 1),
+        lambda m: translate(m, "test", settings.beams),
+    )
+
+
+# --- 2. Student --------------------------------------------------------------------------------------------------------
+
+
+def student_config(settings: Settings) -> EntmaxConfig | None:
+    """How the student is patched; learned alphas and fixed ones start where the schedule does."""
+    config = settings.entmax()
+    if config is None or not settings.annealed:
+        return config
+    schedule = settings.alpha_schedule()
+    return config if settings.learned else config.replace(alpha=schedule.start)
+
+
+def add_adapters(model: Any, rank: int) -> Any:
+    """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    learned = any(".entmax_norm." in name for name, _ in model.named_parameters())
+    kind = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
+    options = {"modules_to_save": ["entmax_norm"]} if learned else {}
+    return get_peft_model(
+        model, LoraConfig(task_type=kind, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
+    )
+
+
+# --- 3. One run --------------------------------------------------------------------------------------------------------
+
+
+def measure(model: Any, task: Task) -> dict[str, float]:
+    """A point of the curve on dev: quality, density, alphas."""
+    found = {**task.dev(model), **head_statistics(model, task.probe)}
+    if is_patched(model) and hf_entmax.entmax_config(model).mapping == "entmax":
+        values = torch.cat([site.flatten() for site in alphas(model).values()])
+        values = values[~values.isnan()]
+        found |= {
+            "alpha_mean": float(values.mean()),
+            "alpha_min": float(values.min()),
+            "alpha_max": float(values.max()),
+        }
+    return found
+
+
+def curve(run: Run) -> list[dict[str, Any]]:
+    """The evaluations of a run, from its log, where what a resumed run did again stands once."""
+    rows = []
+    path = run.folder / "log.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        if "dev_density" in entry:
+            values = {name.removeprefix("dev_"): value for name, value in entry.items()}
+            values["stage"] = STAGES[int(values.get("stage", 2))]
+            values["command"] = command(PLACES, ("--report_to",))
+            rows.append({name: values[name] for name in CURVE if name in values})
+    return rows
+
+
+def write_curve(run: Run) -> None:
+    """``curve.csv`` of the run, and its rows beside the results."""
+    if not run.main:
+        return
+    settings = run.settings
+    own = run.folder / "curve.csv"
+    own.unlink(missing_ok=True)
+    books = [Results(own, CURVE)]
+    if settings.results and not settings.smoke:
+        results = Path(settings.results)
+        books.append(Results(results.with_name(f"{results.stem}_curve.csv"), CURVE))
+    for row in curve(run):
+        for book in books:
+            if not book.has(command=row["command"], stage=row["stage"], step=row["step"]):
+                book.add(**row)
+
+
+def lost(before: dict[str, float], after: dict[str, float]) -> float:
+    """BLEU points, or percent of perplexity (with epsilon, so that it is finite for sparse outputs too)."""
+    if "bleu" in before:
+        return before["bleu"] - after["bleu"]
+    return 100 * (after["epsilon_perplexity"] / before["epsilon_perplexity"] - 1)
+
+
+def model_name(where: str) -> str:
+    """The run that a folder ``RUN/model`` belongs to, or the Hub id."""
+    return Path(where).resolve().parent.name if Path(where).is_dir() else where
+
+
+def load_student(settings: Settings, folder: Path, auto: Any) -> Any:
+    """The finished model, as users load it."""
+    if not settings.lora_rank:
+        return auto.from_pretrained(folder)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(auto.from_pretrained(settings.model), folder)
+
+
+def main(settings: Settings) -> None:
+    encoder_decoder = bool(AutoConfig.from_pretrained(settings.model).is_encoder_decoder)
+    data = read_data(settings, encoder_decoder)
+    check_finish(settings, FIELDS)
+    auto: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    teacher = auto.from_pretrained(settings.model).eval().requires_grad_(False)
+    if is_patched(teacher):
+        raise ValueError(f"model={settings.model!r} is sparse already: give a softmax model.")
+    run = Run(settings, "convert")
+    teacher.to(run.accelerator.device)
+    set_seed(settings.seed)
+    model = auto.from_pretrained(settings.model).to(run.accelerator.device)
+    if (config := student_config(settings)) is not None:
+        patch_model(model, config)
+    if settings.lora_rank:
+        model = add_adapters(model, settings.lora_rank)
+    if encoder_decoder:
+        task = pairs_task(settings, data, tokenizer, run, teacher)
+    else:
+        task = causal_task(settings, data, tokenizer, run)
+    steps = settings.gradient_accumulation
+    batches = Batches(
+        task.examples, task.collate, task.length, run.accelerator, settings.batch_size, steps, settings.seed
+    )
+    schedule = settings.alpha_schedule() if settings.annealed else None
+    conversion = Conversion(run, model, teacher, schedule, shift=not encoder_decoder)
+
+    def evaluate(current: Any) -> dict[str, float]:
+        progress = training.progress
+        conversion.move(progress.step / training.total)
+        pressure = {"pressure": conversion.density.multiplier} if conversion.density is not None else {}
+        # The score rises with every evaluation: the last model is the one that is kept.
+        return {
+            "score": float(progress.step),
+            **measure(inner(run.accelerator.unwrap_model(current)), task),
+            **pressure,
+        }
+
+    training = Training(
+        run,
+        model,
+        tokenizer,
+        batches,
+        evaluate,
+        loss=conversion.loss,
+        count=task.count,
+        before_step=conversion.move,
+        evaluate_every=settings.evaluate_every,
+    )
+    if training.progress.step == 0:
+        known = {row["stage"] for row in curve(run)}  # of an earlier start
+        run.accelerator.wait_for_everyone()
+        model.eval()
+        conversion.arrive()
+        for stage, plain in enumerate([teacher] if config is None else [teacher, conversion.student]):
+            if STAGES[stage] not in known:
+                found = measure(plain, task)
+                run.say(f"{STAGES[stage]}: " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
+                run.log(0, **{f"dev_{name}": value for name, value in found.items()}, stage=stage)
+    training.fit()
+    write_curve(run)
+    student = load_student(settings, run.folder / "model", auto).to(run.accelerator.device).eval()
+    before, after = task.test(teacher), task.test(inner(student))
+    measures: dict[str, Any] = {name: value for name, value in training.summary().items() if name != "best_step"}
+    measures |= {f"{name}_before": round(value, 4) for name, value in before.items()}
+    measures |= {name: round(value, 4) for name, value in after.items()}
+    measures |= {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
+    measures |= {"lost": round(lost(before, after), 4), **head_statistics(inner(student), task.probe)}
+    measures |= {
+        "data": settings.train if encoder_decoder else settings.data,
+        "model": Path(settings.model).parent.name,
+    }
+    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
+    task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
+    finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])
+
+
+if __name__ == "__main__":
+    main(parse(Settings, __doc__))
