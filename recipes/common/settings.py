@@ -13,6 +13,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_entmax import EntmaxConfig
+from hf_entmax.ops.controllable import ATTENTION_MAPPINGS
 
 
 def option(default: Any, help: str) -> Any:
@@ -94,6 +95,11 @@ class RunSettings:
         elif _number(kind):
             fields = {"alpha": float(kind)}
         else:
+            known = ", ".join(sorted(ATTENTION_MAPPINGS))
+            self.require(
+                "attention", kind in ATTENTION_MAPPINGS, f"softmax, learned, a number from 1 on, or one of {known}"
+            )
+            ATTENTION_MAPPINGS[kind].settings(chosen)  # says what is wrong with them
             fields = {"mapping": kind}
         if chosen:
             fields["mapping_options"] = chosen

@@ -1,0 +1,292 @@
+"""What all training recipes share: settings, data, results, batches."""
+
+import csv
+import dataclasses
+import gzip
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from common import data, results  # noqa: E402
+from common.batches import POOL, Batches  # noqa: E402
+from common.settings import RunSettings, option, parse  # noqa: E402
+
+
+@dataclasses.dataclass
+class Settings(RunSettings):
+    width: int = option(8, "a setting of the recipe's own")
+    names: list[str] = option([], "a list")  # noqa: RUF009
+
+
+class TestSettings:
+    @pytest.fixture
+    def config(self, tmp_path):
+        def write(text, name="c.yaml"):
+            (tmp_path / name).write_text(text, encoding="utf-8")
+            return str(tmp_path / name)
+
+        return write
+
+    def refused(self, capsys, *arguments):
+        with pytest.raises(SystemExit) as stopped:
+            parse(Settings, "What it does.\n\nMore.", list(arguments))
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    def test_the_command_line_comes_last(self, config):
+        first = config("lr: 1e-2\nepochs: 3\nnames: [a, b]\nsmoke: true\nalpha_lr: null\n")
+        second = config("epochs: 4\nwidth: 2\n", "d.yaml")
+        read = parse(Settings, "", ["--config", first, "--config", second, "--width", "5", "--seed", "9"])
+        assert (read.lr, read.epochs, read.names, read.smoke) == (0.01, 4, ["a", "b"], True)
+        assert (read.width, read.seed, read.alpha_lr) == (5, 9, None)
+        # Wherever --config stands, what is typed wins; a list is replaced, not added to.
+        read = parse(Settings, "", ["--epochs", "7", "--names", "c", "--smoke", "False", "--config", first])
+        assert (read.epochs, read.names, read.smoke) == (7, ["c"], False)
+
+    def test_a_mapping_in_yaml_is_what_one_types(self, config):
+        path = config("attention: sparsegen_lin\nmapping_options: {lam: -0.5}\n")
+        read = parse(Settings, "", ["--config", path])
+        typed = parse(Settings, "", ["--attention", "sparsegen_lin", "--mapping_options", "{lam: -0.5}"])
+        assert read.entmax() == typed.entmax()
+        assert read.entmax().mapping_options == {"lam": -0.5}
+
+    def test_keys_that_do_not_exist(self, config, capsys):
+        path = config("epochs: 3\nwarmpu: 10\n")
+        message = self.refused(capsys, "--config", path)
+        assert f"{path}: there is no setting warmpu. Did you mean warmup?" in message
+        assert "there is no option --epoch. Did you mean --epochs?" in self.refused(capsys, "--epoch", "3")
+        assert "there is no option --zzz. There are: --out" in self.refused(capsys, "--zzz=3")
+        assert "left_over" in self.refused(capsys, "--epochs", "3", "left_over")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("epochs: many\n", "--epochs: invalid int value: 'many'"),
+            ("epochs: 2.5\n", "--epochs: invalid int value: '2.5'"),
+            ("epochs: [1, 2]\n", "'2'"),
+            ("lr: fast\n", "--lr: invalid float value: 'fast'"),
+            ("smoke: perhaps\n", "Truthy value expected: got perhaps"),
+            ("epochs: 0\n", "epochs=0 is not allowed: it must be at least 1"),
+            ("lr: -1\n", "lr=-1.0 is not allowed: it must be at least 0"),
+            ("lr: .nan\n", "lr=nan is not allowed"),
+            ("warmup: 0\n", "warmup=0 is not allowed: it must be at least 1 step"),
+            ("mixed_precision: half\n", "mixed_precision='half' is not allowed: it must be one of no, bf16, fp16"),
+            ("batch_size: 2\ngradient_accumulation: 4\n", "batch_size=2 is not allowed: it must be at least gradient"),
+            ("attention: 0.5\n", "alpha=0.5"),
+            (
+                "attention: learnt\n",
+                "attention='learnt' is not allowed: it must be softmax, learned, a number from 1 on, or one of",
+            ),
+            ("attention: sparsegen_lin\nmapping_options: {lamb: 1}\n", "lamb"),
+            ("output_alpha: 0.9\n", "output_alpha=0.9"),
+            ("attention: learned\nalpha_init: 3\n", "alpha_init=3.0 is not allowed"),
+            ("attention: learned\nalpha_init: big\n", "alpha_init='big' is not allowed: it must be normal or a number"),
+            ("alpha_init: 1.5\n", "alpha_init=1.5 would have no effect: attention=softmax learns no alpha"),
+            ("mapping_options: {lam: 0.5}\n", "mapping_options"),
+            ("attention: sparsegen_lin\nmapping_options: '{lam'\n", "is not YAML"),
+            ("attention: sparsegen_lin\nmapping_options: 0.5\n", "it must be a YAML mapping such as '{lam: 0.5}'"),
+            ("- epochs\n", "must hold settings, `name: value` line by line, not a list"),
+            ("epochs: [1\n", "is no YAML file"),
+        ],
+    )
+    def test_values_that_are_not_allowed(self, config, capsys, text, message):
+        assert message in self.refused(capsys, "--config", config(text))
+
+    def test_files_that_are_not_there_or_not_text(self, tmp_path, capsys):
+        assert "nowhere.yaml" in self.refused(capsys, "--config", str(tmp_path / "nowhere.yaml"))
+        (tmp_path / "bad.yaml").write_bytes(b"out: \xff\n")
+        assert "bad.yaml is no YAML file" in self.refused(capsys, "--config", str(tmp_path / "bad.yaml"))
+
+    def test_softmax_is_left_alone(self):
+        assert Settings().entmax() is None
+        assert Settings(output_alpha=1.5).entmax().alpha == 1.0
+        assert Settings(attention="1.5").entmax().alpha == 1.5
+        assert Settings(attention="learned", alpha_init="1.2").entmax().alpha_init == 1.2
+
+    def test_every_configuration_is_valid(self):
+        for path in sorted((RECIPES / "configs").glob("*.yaml")):
+            if path.stem.startswith(("multilabel", "evidence")):
+                continue  # these have tests of their own
+            name = next(recipe.stem for recipe in RECIPES.glob("*.py") if path.stem.startswith(recipe.stem))
+            recipe = importlib.import_module(name)
+            model = ["--model", "x"] if name == "convert" else []  # whose configurations leave this open
+            parse(recipe.Settings, recipe.__doc__, ["--config", str(path), "--out", "x", *model])
+
+
+class TestData:
+    def write(self, tmp_path, name, raw):
+        path = tmp_path / name
+        raw = raw if isinstance(raw, bytes) else raw.encode()
+        path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+        return str(path)
+
+    def test_tables_with_and_without_a_header(self, tmp_path):
+        wanted = [("a b", "1"), ('"c', "2")]
+        assert data.read_rows(self.write(tmp_path, "a.tsv", 'a b\t1\n"c\t2\n'), ("text", "label")) == wanted
+        header = 'label\tother\ttext\n1\tx\t a b \n2\ty\t"c\n'
+        assert data.read_rows(self.write(tmp_path, "b.tsv.gz", header), ("text", "label")) == wanted
+        assert data.read_rows(self.write(tmp_path, "c.csv", 'text,label\n"a, b",1\r\n'), ("text", "label")) == [
+            ("a, b", "1")
+        ]
+        # Numbers name columns of a table without a header; a mark at the beginning of the file is none of its text.
+        assert data.read_rows(self.write(tmp_path, "d.tsv", b"\xef\xbb\xbfx\ty\tz\n"), ("2", "0")) == [("z", "x")]
+
+    def test_json_lines(self, tmp_path):
+        path = self.write(tmp_path, "a.jsonl", '{"source": ["One.", " Two."], "target": ["x", "y"], "n": 3}\n')
+        assert data.read_rows(path, ("source", "n")) == [("One. Two.", "3")]
+        assert data.read_lists(path, ("source", "target")) == [(["One.", "Two."], ["x", "y"])]
+        pairs = self.write(tmp_path, "b.jsonl", '{"translation": {"de": "ja", "en": "yes"}}\n')
+        assert data.read_pairs(pairs, "de", "en") == [("ja", "yes")]
+
+    @pytest.mark.parametrize(
+        ("name", "raw", "message"),
+        [
+            ("a.tsv", "only one\n", r"a\.tsv:1: 1 column\(s\) \['only one'\]; expected text, label"),
+            ("a.tsv", "a\tb\nc\n", r"a\.tsv:2: 1 column\(s\), the first line has 2"),
+            ("a.tsv", "a\tb\nc\td\te\n", r"a\.tsv:2: 3 column\(s\), the first line has 2"),
+            ("a.tsv", "text\tlabel\na\tb\n\nc\td\n", r"a\.tsv:3: 0 column\(s\)"),
+            ("a.tsv.gz", "a\tb\nc\t \n", r"a\.tsv\.gz:2: label is empty"),
+            ("a.tsv", b"a\tb\nc\t\xff\n", r"a\.tsv:2: not UTF-8"),
+            ("a.tsv", "", r"a\.tsv: there is nothing in it"),
+            ("a.tsv", "text\tlabel\n", r"a\.tsv: there is nothing in it"),
+            ("a.csv", "a\tb\n", r"a\.csv:1: 1 column\(s\)"),
+            ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "a"}\n', r"a\.jsonl:2: no label; it has text"),
+            ("a.jsonl", '{"text": "a", "label": ""}\n', r"a\.jsonl:1: label is empty"),
+            ("a.jsonl", '{"text": "a", "label": null}\n', r"a\.jsonl:1: label is empty"),
+            ("a.jsonl", '{"text": [], "label": 1}\n', r"a\.jsonl:1: text is empty"),
+            ("a.jsonl", '{"text": "a", "label": 1}\n\n', r"a\.jsonl:2: not valid JSON"),
+            ("a.jsonl", "[1]\n", r"a\.jsonl:1: expected an object with text, label, found list"),
+            ("a.doc", "x", r"a\.doc: this kind of file has no columns"),
+        ],
+    )
+    def test_bad_files_are_named_with_their_line(self, tmp_path, name, raw, message):
+        with pytest.raises(ValueError, match=message):
+            data.read_rows(self.write(tmp_path, name, raw), ("text", "label"))
+
+    def test_parallel_files(self, tmp_path):
+        self.write(tmp_path, "p.de", "ja\nnein\n")
+        self.write(tmp_path, "p.en", "yes\nno\n")
+        where = str(tmp_path / "p.{lang}")
+        assert data.read_pairs(where, "de", "en") == [("ja", "yes"), ("nein", "no")]
+        self.write(tmp_path, "p.en", "yes\n\nno\n")
+        with pytest.raises(ValueError, match=r"p\.en:2: the line is empty"):
+            data.read_pairs(where, "de", "en")
+        self.write(tmp_path, "p.en", "yes\n")
+        with pytest.raises(ValueError, match=r"p\.de has 2 lines and .*p\.en 1; they must be parallel"):
+            data.read_pairs(where, "de", "en")
+
+    def test_where_files_are_looked_for(self, tmp_path, monkeypatch):
+        path = self.write(tmp_path, "a.tsv", "a\tb\n")
+        monkeypatch.setenv("HF_ENTMAX_DATA", str(tmp_path))
+        assert data.find("a.tsv") == Path(path)
+        with pytest.raises(FileNotFoundError, match=r"there is no b\.tsv or .*b\.tsv\..*HF_ENTMAX_DATA"):
+            data.find("b.tsv")
+        with pytest.raises(ValueError, match=r"hub:OWNER/NAME\[#CONFIG\]@SPLIT"):
+            data.read_rows("hub:somebody/something", ("text",))
+
+
+class TestResults:
+    def test_rows_are_on_disk_at_once_and_found_again(self, tmp_path):
+        path = tmp_path / "new" / "r.csv"
+        book = results.Results(path, ("a", "b"))
+        book.add(a=1)
+        book.add(a=2, b='x, "y"')
+        assert path.read_bytes() == b'a,b\n1,\n2,"x, ""y"""\n'
+        again = results.Results(path, ("a", "b"))
+        assert again.has(a=2) and not again.has(a=1, b=2)
+
+    def test_other_columns_are_an_error(self, tmp_path):
+        path = tmp_path / "r.csv"
+        path.write_text("a,c\n")
+        with pytest.raises(ValueError, match=r"r\.csv has the columns \['a', 'c'\], not \['a', 'b'\]"):
+            results.Results(path, ("a", "b"))
+        with pytest.raises(ValueError, match=r"no columns for \['d'\]"):
+            results.Results(tmp_path / "s.csv", ("a",)).add(d=1)
+        assert not (tmp_path / "s.csv").exists()
+
+    def test_the_command_leaves_places_out(self, monkeypatch):
+        def called(*words):
+            monkeypatch.setattr(sys, "argv", ["/somewhere/recipes/x.py", *words])
+            return results.command(("--out", "--resume", "--report_to"), ("--report_to",))
+
+        plain = "python recipes/x.py --lr 1 --names a b"
+        assert called("--lr", "1", "--names", "a", "b") == plain
+        assert called("--out", "/o", "--lr", "1", "--resume", "--names", "a", "b") == plain
+        assert called("--resume", "True", "--lr", "1", "--names", "a", "b", "--out=/o") == plain
+        assert called("--report_to", "p", "q", "--lr", "1", "--names", "a", "b", "--resume") == plain
+
+    def test_no_committed_file_mixes_line_ends_or_columns(self):
+        paths = sorted((RECIPES / "results").rglob("*.csv"))
+        assert len(paths) >= 3
+        for path in paths:
+            with path.open(newline="", encoding="utf-8") as lines:
+                widths = {len(row) for row in csv.reader(lines)}
+            assert b"\r" not in path.read_bytes() and len(widths) == 1, path
+
+
+def batches(examples, batch_size, processes=1, rank=0, parts=1, seed=0):
+    accelerator = SimpleNamespace(num_processes=processes, process_index=rank, device=torch.device("cpu"))
+    collate = lambda part: {"rows": torch.tensor([row for row, _ in part])}  # noqa: E731
+    return Batches(examples, collate, lambda example: example[1], accelerator, batch_size, parts, seed)
+
+
+def rows_of(steps):
+    """Of every step, the rows of all its parts."""
+    return [sorted(row for part in step for row in part["rows"].tolist()) for step in steps]
+
+
+class TestBatches:
+    @pytest.mark.parametrize("count", [8, 9, 11, 64, 65, 130])
+    @pytest.mark.parametrize("batch_size", [8, 16])
+    def test_every_process_and_accumulation_sees_the_same_steps(self, count, batch_size):
+        examples = [(row, (row * 7) % 13) for row in range(count)]
+        whole = rows_of(batches(examples, batch_size).epoch(3))
+        assert sorted(row for step in whole for row in step) == list(range(count))
+        for processes, parts in [(1, 4), (2, 1), (2, 2), (4, 2)]:
+            made = [batches(examples, batch_size, processes, rank, parts) for rank in range(processes)]
+            assert {len(m) for m in made} == {made[0].steps}
+            shared = [list(m.epoch(3)) for m in made]
+            assert all(len(step) == parts and all(len(p["rows"]) for p in step) for own in shared for step in own)
+            joined = [sorted(row for own in steps for row in own) for steps in zip(*map(rows_of, shared), strict=True)]
+            if count % batch_size == 0 or count % batch_size >= processes * parts:
+                assert joined == whole
+            else:  # the last examples do not suffice for all processes, and join another step
+                assert sorted(row for step in joined for row in step) == list(range(count))
+                assert len(joined) == max(1, len(whole) - 1)
+
+    def test_the_middle_of_an_epoch_can_be_found_again(self):
+        examples = [(row, row % 5) for row in range(50)]
+        whole = rows_of(batches(examples, 4).epoch(1))
+        assert rows_of(batches(examples, 4).epoch(1, start=5)) == whole[5:]
+        assert rows_of(batches(examples, 4).epoch(1, start=len(whole))) == []
+        assert rows_of(batches(examples, 4).epoch(2)) != whole
+        assert rows_of(batches(examples, 4, seed=1).epoch(1)) != whole
+
+    def test_batches_hold_similar_lengths_from_many_pools(self):
+        count = 3 * POOL * 4
+        examples = [(row, (row * 31) % 600) for row in range(count)]
+        spreads = [
+            max(r) - min(r)
+            for r in ([examples[row][1] for row in step] for step in rows_of(batches(examples, 4).epoch(0)))
+        ]
+        assert sum(spreads) / len(spreads) < 20
+
+    def test_evaluation_sees_every_example_once(self):
+        examples = [(row, -row) for row in range(11)]
+        seen = []
+        for rank in range(3):
+            found = [row for batch in batches(examples, 2, 3, rank).in_order() for row in batch["rows"].tolist()]
+            assert found == sorted(found, reverse=True)
+            seen += found
+        assert sorted(seen) == list(range(11))
+
+    def test_too_few_examples(self):
+        with pytest.raises(ValueError, match=r"3 example\(s\) cannot be shared by 2 process\(es\) with 2 accumulation"):
+            batches([(0, 0)] * 3, 4, processes=2, parts=2)

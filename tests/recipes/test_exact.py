@@ -1,0 +1,247 @@
+"""Runs: who owns a folder, exact resume after a kill, the same losses however a step is shared."""
+
+import csv
+import dataclasses
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from transformers import AutoModelForSeq2SeqLM  # noqa: E402
+
+import inflection  # noqa: E402
+from common.finish import check_finish  # noqa: E402
+from common.run import Run  # noqa: E402
+
+LEMMAS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal", "hem"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """One table of all splits: 32 words to learn, 4 to test."""
+    rows = ["lang\tsplit\tlemma\tform\ttags"]
+    for place, lemma in enumerate(LEMMAS):
+        for number, tag in enumerate(("PST", "PRS", "FUT", "INF")):
+            split = "test" if place == len(LEMMAS) - 1 else "train"
+            rows.append(f"upper\t{split}\t{lemma}\t{lemma}{'aeio'[number] * (1 + place % 3)}\tV;{tag}")
+            if place == 0:
+                rows.append(rows[-1].replace("\ttrain\t", "\tdev\t"))
+    path = tmp_path_factory.mktemp("words") / "words.tsv"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def settings(words, out, **changes):
+    small = {"width": 16, "heads": 2, "layers": 1, "batch_size": 8, "epochs": 3, "lr": 0.01, "warmup": 4, "beams": 2}
+    return inflection.Settings(data=words, out=str(out), **{**small, **changes})
+
+
+def log(folder):
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [line["loss"] for line in log(folder) if "loss" in line]
+
+
+# The recipe, killed with SIGKILL after it has logged a step.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {recipes!r})
+import inflection
+from common.run import Run
+log = Run.log
+def log_and_die(self, step, **values):
+    log(self, step, **values)
+    if step == {step} and "loss" in values:
+        os.kill(os.getpid(), signal.SIGKILL)
+Run.log = log_and_die
+inflection.main(inflection.parse(inflection.Settings, inflection.__doc__))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [7, 1], ids=["in the middle of an epoch", "before the first checkpoint"])
+def test_a_killed_run_goes_on_exactly(words, tmp_path, step):
+    torch.set_num_threads(1)
+    whole = settings(words, tmp_path / "whole", checkpoint_steps=2, attention="learned", output_alpha=1.5, dropout=0.3)
+    inflection.main(whole)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
+    given = [word for name, value in dataclasses.asdict(killed).items() if value for word in (f"--{name}", str(value))]
+    driver = DRIVER.format(recipes=str(RECIPES), step=step)
+    ended = subprocess.run(
+        [sys.executable, "-c", driver, *given],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")[:step]
+    with pytest.raises(ValueError, match=r"holds a run already: add --resume"):
+        inflection.main(killed)
+    with pytest.raises(ValueError, match=r"started differently \(lr was 0\.01, is now 0\.02; layers was 1, is now 2\)"):
+        inflection.main(dataclasses.replace(killed, resume=True, lr=0.02, layers=2))
+    with (tmp_path / "killed" / "log.jsonl").open("a") as lines:
+        lines.write('{"step": 99, "lo')  # as if it had been killed while writing
+    inflection.main(dataclasses.replace(killed, resume=True, log_steps=3))
+    assert len(losses(tmp_path / "whole")) == 12
+    assert log(tmp_path / "killed") == log(tmp_path / "whole")
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
+    for name in ("accuracy", "optimal", "dev_accuracy", "best_step", "steps"):
+        assert results[0][name] == results[1][name]
+
+
+def test_accumulation_changes_nothing(words, tmp_path):
+    for parts in (1, 4, 8):
+        inflection.main(settings(words, tmp_path / str(parts), dropout=0.0, gradient_accumulation=parts, epochs=2))
+    assert len(losses(tmp_path / "1")) == 8
+    for parts in (4, 8):
+        assert losses(tmp_path / str(parts)) == pytest.approx(losses(tmp_path / "1"), rel=2e-4)
+        norms = [[line["gradient_norm"] for line in log(tmp_path / p) if "loss" in line] for p in ("1", str(parts))]
+        assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+
+
+def test_finished_runs_are_tested_again_and_counted_once(words, tmp_path):
+    run = settings(words, tmp_path / "run", epochs=1, attention="1.5", results=str(tmp_path / "r.csv"))
+    inflection.main(run)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    steps = losses(tmp_path / "run")
+    inflection.main(dataclasses.replace(run, resume=True))
+    assert losses(tmp_path / "run") == steps
+    with open(tmp_path / "r.csv", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 1
+    again = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert card.count("## Results") == again.count("## Results") == 1
+    accuracy = rows[0]["accuracy"]
+    assert f"| accuracy | {accuracy} |" in again and f"value: {accuracy}" in again
+    assert "inflection 1.5/1.0" in again and "alpha = 1.5 is 1.5-entmax" in again.replace(
+        "alpha = 1 is the softmax, ", "alpha = "
+    )
+    # Whoever saves the model again, into the same folder, keeps the numbers.
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
+    model.save_pretrained(tmp_path / "run" / "model")
+    assert (tmp_path / "run" / "model" / "README.md").read_text() == again
+
+
+def test_a_softmax_baseline_has_a_card_too(words, tmp_path):
+    inflection.main(settings(words, tmp_path / "run", smoke=True, results=str(tmp_path / "r.csv")))
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "| accuracy |" in card and "recipes/inflection.py" in card
+    assert not (tmp_path / "r.csv").exists()  # a smoke test is no result
+    # An ensemble has no model of its own: its card stands in the folder of the run.
+    model = str(tmp_path / "run" / "model")
+    inflection.main(settings(words, tmp_path / "both", ensemble=[model, model]))
+    assert "| ensemble | 2 |" in (tmp_path / "both" / "README.md").read_text()
+
+
+class TestFolder:
+    def test_what_it_must_not_be(self, words, tmp_path):
+        (tmp_path / "file").write_text("x")
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "thesis.tex").write_text("x")
+        for out, message in [
+            ("", "--out is missing"),
+            (tmp_path / "file", "is a file; give a folder"),
+            (tmp_path / "full", "holds files that are no run's"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                Run(settings(words, out), "inflection")
+        assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+    def test_a_start_that_failed_can_be_repeated_with_other_settings(self, words, tmp_path):
+        with pytest.raises(ValueError, match=r"alpha_lr=0\.1 would have no effect: attention=softmax learns no alpha"):
+            inflection.main(settings(words, tmp_path / "run", alpha_lr=0.1))
+        inflection.main(settings(words, tmp_path / "run", smoke=True))
+        with pytest.raises(ValueError, match=r"holds a run already"):
+            inflection.main(settings(words, tmp_path / "run", smoke=True))
+        with pytest.raises(ValueError, match=r"recipe was 'inflection', is now 'translation'"):
+            Run(settings(words, tmp_path / "run", smoke=True, resume=True), "translation")
+
+    def test_batches_that_cannot_be_shared(self, words, tmp_path):
+        with pytest.raises(ValueError, match=r"batch_size=8 .* 1 process\(es\) with gradient_accumulation=3"):
+            Run(settings(words, tmp_path / "run", gradient_accumulation=3), "inflection")
+        assert not (tmp_path / "run").exists()
+
+    def test_trackers(self, words, tmp_path):
+        for name, message in [("tensorbord", "there is no tracker 'tensorbord'"), ("aim", "'aim' is not installed")]:
+            with pytest.raises(ValueError, match=message):
+                Run(settings(words, tmp_path / "run", report_to=[name]), "inflection")
+        assert not (tmp_path / "run").exists()
+        inflection.main(settings(words, tmp_path / "run", report_to=["tensorboard"], smoke=True))
+        assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+    def test_results_and_hub_are_checked_before_training(self, words, tmp_path, monkeypatch):
+        (tmp_path / "r.csv").write_text("a,b\n")
+        given = settings(words, tmp_path / "run", results=str(tmp_path / "r.csv"))
+        with pytest.raises(ValueError, match=r"has the columns \['a', 'b'\]"):
+            inflection.main(given)
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(ValueError, match=r"--push_to_hub me/mine: no access to the Hub .*hf auth login"):
+            check_finish(dataclasses.replace(given, results="", push_to_hub="me/mine"), ("a",))
+
+    def test_a_full_disk_leaves_the_previous_checkpoint(self, words, tmp_path):
+        """Files may not grow beyond 2 kB for a moment: torch and safetensors fail in the middle of writing, for real."""
+        given = settings(words, tmp_path / "run", epochs=2, dropout=0.0)
+        inflection.main(given)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        run = Run(dataclasses.replace(given, resume=True), "inflection")
+        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
+        run.accelerator.prepare(model)
+        before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            for write, name in [
+                (run.save_checkpoint, "checkpoint"),
+                (
+                    lambda: run.save_model(model, inflection.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")),
+                    "model",
+                ),
+            ]:
+                with pytest.raises(
+                    OSError, match=rf"could not write .*{name} .*the previous one is intact in .*{name}"
+                ):
+                    write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, previous)
+        assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+        run.save_checkpoint()
+        assert not (tmp_path / "run" / "checkpoint.new").exists()
+
+    def test_a_run_killed_between_two_renames_has_a_checkpoint(self, words, tmp_path):
+        run = Run(settings(words, tmp_path / "run"), "inflection")
+        run.replace("checkpoint", lambda folder: (folder.mkdir(), (folder / "a").write_text("1")))
+        assert run.checkpoint == tmp_path / "run" / "checkpoint"
+        os.replace(tmp_path / "run" / "checkpoint", tmp_path / "run" / "checkpoint.old")
+        assert run.checkpoint == tmp_path / "run" / "checkpoint.old"
+
+        def fail(folder):
+            folder.mkdir()
+            (folder / "a").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.raises(OSError, match="No space left on device"):
+            run.replace("checkpoint", fail)
+        assert (run.checkpoint / "a").read_text() == "1"
