@@ -35,6 +35,25 @@ def test_by_hand():
     assert sparsemax_score(certain, right).item() == 1.0 and jensen_shannon(certain, right).item() == 0.0
 
 
+def test_against_the_definitions_over_all_words():
+    probs = torch.cat(
+        (torch.randn(40, 7, dtype=torch.float64).softmax(-1), entmax(torch.randn(40, 7).double() * 3, 2.0))
+    )
+    labels = torch.randint(7, (80,))
+    scores, divergences, logs = [], [], []
+    for p, y in zip(probs.tolist(), labels.tolist(), strict=True):
+        e = [float(j == y) for j in range(7)]
+        scores.append(1.0 - 0.5 * sum((a - b) ** 2 for a, b in zip(p, e, strict=True)))
+        middle = [0.5 * (a + b) for a, b in zip(p, e, strict=True)]
+        to_middle = lambda q, m=middle: sum(a * math.log(a / b) for a, b in zip(q, m, strict=True) if a > 0)  # noqa: E731
+        divergences.append(0.5 * to_middle(p) + 0.5 * to_middle(e))
+        smoothed = [a + 0.01 for a in p]
+        logs.append(math.log(smoothed[y] / sum(smoothed)))
+    assert sparsemax_score(probs, labels).item() == pytest.approx(sum(scores) / 80, abs=1e-12)
+    assert jensen_shannon(probs, labels).item() == pytest.approx(sum(divergences) / 80, abs=1e-12)
+    assert epsilon_perplexity(probs, labels, 0.01).item() == pytest.approx(math.exp(-sum(logs) / 80), abs=1e-10)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("classes", [9, 3000])
 def test_from_logits_equals_from_probabilities(alpha, classes):
@@ -93,6 +112,7 @@ def test_as_a_metric_of_evaluate():
     found = metric.compute(epsilon=0.01)
     assert found["epsilon_perplexity"] == pytest.approx(epsilon_perplexity(probs, labels, 0.01).item(), rel=1e-5)
     assert found["sparsemax_score"] == pytest.approx(sparsemax_score(probs, labels).item(), rel=1e-5)
+    assert found["jensen_shannon"] == pytest.approx(jensen_shannon(probs, labels).item(), rel=1e-5)
     assert found["support_size"] == 5.0
 
 
