@@ -1,0 +1,177 @@
+r"""Rows of which nearly every score is a candidate, for small u: solved where they stand, sixteen at a time.
+
+One row by itself is a chain: a sum over its scores, a logarithm, an exponential, the next sum. Here each phase runs over
+sixteen rows, whose sums are then finished side by side. The iteration is that of `threshold._solve_near_softmax`, started
+from mean and variance. Nothing is compacted: a row that ends up sparse is solved again by the other way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .partition import ROW_LIMITS
+from .simd import (
+    LANES,
+    both,
+    count,
+    first_lanes,
+    greater,
+    load,
+    maximum,
+    muladd,
+    read_f32,
+    read_i64,
+    select,
+    splat,
+    store,
+    write_f32,
+)
+from .threshold import EXPAND_BELOW, LOWEST_Y, expand_last_step
+from .tiles import row_sums
+from .vecmath import exp, expm1, log
+
+_f = np.float32
+_ZERO, _ONE = _f(0.0), _f(1.0)
+_MINUS_INFINITY = _f(-np.inf)
+# Relative scores below this are forbidden entries.
+_FORBIDDEN = _f(-1e30)
+# The scratch of a group: four sums by row and lane, then numbers by row. What rows that are not there leave in it is
+# computed with, but never looked at.
+_SUMS = 64 * LANES
+_COUNT = 4 * _SUMS
+_C = _COUNT + 64
+_STEP = _C + 64
+#: Bytes of that, without the rows of 1/y that follow.
+GROUP_BYTES = _STEP + 64
+
+
+@njit(error_model="numpy")
+def _sum_scores(s, columns, top, place):
+    """Sum and sum of squares of the allowed scores relative to ``top``, by lane, and how many they are."""
+    shift, lowest = splat(top), splat(_FORBIDDEN)
+    total, squares, n = splat(_ZERO), splat(_ZERO), 0
+    for j in range(0, columns, LANES):
+        value = load(s + 4 * j) - shift
+        allowed = greater(value, lowest)
+        value = select(allowed, value, splat(_ZERO))
+        total = total + value
+        squares = muladd(value, value, squares)
+        n += count(allowed)
+    store(place, total)
+    store(place + _SUMS, squares)
+    return n
+
+
+@njit(error_model="numpy")
+def _start(group, u):
+    """The first c of every row, as in `threshold._start`."""
+    n = load(group + _COUNT)
+    slope = splat(_f(u))
+    mean = row_sums(group) / n
+    variance = maximum(row_sums(group + _SUMS) / n - mean * mean, splat(_ZERO))
+    shrunk = expm1(splat(_ZERO) - slope * log(n))
+    share = splat(_ONE) + shrunk
+    curvature = splat(_f(0.5 * (1.0 - u))) * variance / (share * share)
+    second = select(greater(splat(_ONE), curvature), curvature * share, splat(_ZERO))
+    store(group + _C, maximum(mean - shrunk / slope + second, splat(_ZERO)))
+
+
+@njit(error_model="numpy")
+def _moments(s, columns, top, c, u, p, inverses, place):
+    """Write p and 1/y at c; sums of p y**-j by lane for j = 0 to 3. See `threshold._moments_near_softmax`."""
+    slope, peak, shift, inverse_u = splat(_f(u)), splat(top), splat(c), splat(_f(1.0 / u))
+    one, floor = splat(_ONE), splat(LOWEST_Y)
+    s0, s1, s2, s3 = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
+    for j in range(0, columns, LANES):
+        v = ((load(s + 4 * j) - peak) - shift) * slope
+        above = one + v
+        positive = greater(above, floor)
+        y = maximum(above, floor)
+        inverse = one / y
+        weight = exp(muladd(v - (y - one), inverse, log(y)) * inverse_u)
+        weight = select(positive, weight, splat(_ZERO))
+        store(p + 4 * j, weight)
+        store(inverses + 4 * j, inverse)
+        s0 = s0 + weight
+        weight = weight * inverse
+        s1 = s1 + weight
+        weight = weight * inverse
+        s2 = s2 + weight
+        s3 = muladd(weight, inverse, s3)
+    store(place, s0)
+    store(place + _SUMS, s1)
+    store(place + 2 * _SUMS, s2)
+    store(place + 3 * _SUMS, s3)
+
+
+@njit(error_model="numpy")
+def _steps(group, rows, u):
+    """The Newton step of every row, refined where it is the last one; returns whether it is that for all rows."""
+    s0, s1 = row_sums(group), row_sums(group + _SUMS)
+    s2, s3 = row_sums(group + 2 * _SUMS), row_sums(group + 3 * _SUMS)
+    slope = splat(_f(u))
+    step = (splat(_ZERO) - expm1(splat(_ZERO) - slope * log(s0))) * s0 / (slope * s1)
+    size = maximum(step, splat(_ZERO) - step) * s1
+    last = count(both(greater(splat(EXPAND_BELOW) * s0, size), first_lanes(rows))) == rows
+    if last:
+        second, third = splat(_f(0.5 * (1.0 - u))) * s2, splat(_f((1.0 - u) * (1.0 - 2.0 * u) / 6.0)) * s3
+        for _ in range(2):
+            excess = s0 - splat(_ONE) - step * (s1 - step * (second - step * third))
+            step = step + excess / (s1 - step * (second + second - splat(_f(3.0)) * step * third))
+    store(group + _STEP, step)
+    if not last:
+        store(group + _C, load(group + _C) + step)
+    return last
+
+
+@njit(error_model="numpy")
+def _columns(limits, low, t):
+    """First column (whole vectors after ``low``) and one past the last of a row."""
+    row_low = read_i64(limits + ROW_LIMITS * t)
+    return low + (row_low - low) // LANES * LANES, read_i64(limits + ROW_LIMITS * t + 8)
+
+
+@njit(error_model="numpy")
+def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
+    """Weights of up to sixteen rows.
+
+    Args:
+        limits: address of the rows' first column, one past the last, and maximum (`partition.ROW_LIMITS` bytes a row).
+        scores: address that column 0 of the first row would have; the next rows follow every ``span`` bytes. Columns that
+            share a vector with a row's own are overwritten.
+        span: see ``scores``.
+        rows: how many rows.
+        low: the column of ``p``, at or before all first columns.
+        u: alpha - 1, in (1e-8, 0.25).
+        p: address of the weights to write; the next rows follow every ``p_row`` bytes.
+        p_row: see ``p``.
+        group: address of ``GROUP_BYTES`` of scratch and ``row_bytes`` for each row.
+        row_bytes: room for the columns of a row in whole vectors.
+
+    Returns:
+        Whether the rows were solved; if not, ``p`` holds nothing of use.
+    """
+    for t in range(rows):
+        begin, high = _columns(limits, low, t)
+        line = scores + span * t
+        for j in range(begin, read_i64(limits + ROW_LIMITS * t)):
+            write_f32(line + 4 * j, _MINUS_INFINITY)
+        store(line + 4 * high, splat(_MINUS_INFINITY))
+        top = read_f32(limits + ROW_LIMITS * t + 16)
+        n = _sum_scores(line + 4 * begin, high - begin, top, group + 64 * t)
+        write_f32(group + _COUNT + 4 * t, _f(n))
+    _start(group, u)
+    for _ in range(12):
+        for t in range(rows):
+            begin, high = _columns(limits, low, t)
+            top, c = read_f32(limits + ROW_LIMITS * t + 16), read_f32(group + _C + 4 * t)
+            place, inverses = p + p_row * t + 4 * (begin - low), group + GROUP_BYTES + row_bytes * t
+            _moments(scores + span * t + 4 * begin, high - begin, top, c, u, place, inverses, group + 64 * t)
+        if _steps(group, rows, u):
+            for t in range(rows):
+                begin, high = _columns(limits, low, t)
+                place, inverses = p + p_row * t + 4 * (begin - low), group + GROUP_BYTES + row_bytes * t
+                expand_last_step(place, inverses, high - begin, u, read_f32(group + _STEP + 4 * t))
+            return True
+    return False
