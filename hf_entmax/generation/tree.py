@@ -80,6 +80,8 @@ class HypothesisTree:
         rows = iter(range(leaves))
         _draw(axis, self.root, 0.0, rows, ends)
         axis.set_xlim(-0.5, max(ends) + 1)
+        # So wide that the letters, whose size does not depend on the figure's, take the room that was planned for them.
+        figure.set_size_inches(max(3.0, 0.5 * (max(ends) + 1.5)), 0.6 + 0.35 * leaves)
         axis.set_ylim(-leaves, 1)
         if self.missing > 0:
             axis.set_title(f"{percent(self.missing)} elsewhere", fontsize=8, loc="right")
@@ -153,18 +155,19 @@ def _draw(axis: Any, node: TreeNode, left: float, rows: Iterator[int], ends: lis
     note = f"{label}  {percent(node.mass)}" if not node.children else label
     right = left + 0.16 * len(note) + 0.6
     ends.append(right)
-    heights = [_draw(axis, child, right + 0.8, rows, ends) for child in node.children]
+    heights = [_draw(axis, child, right + 2.2, rows, ends) for child in node.children]
     height = sum(heights) / len(heights) if heights else -float(next(rows))
     axis.text(left, height, note, ha="left", va="center", fontsize=9, family="monospace", parse_math=False)
     for child, there in zip(node.children, heights, strict=True):
-        axis.plot([right, right + 0.7], [height, there], color="#2b6cb0", linewidth=0.5 + 3.0 * child.share)
+        axis.plot([right, right + 2.0], [height, there], color="#2b6cb0", linewidth=0.5 + 3.0 * child.share)
         axis.text(
-            right + 0.35,
+            right + 1.0,
             (height + there) / 2,
             percent(child.share),
             fontsize=7,
             color="#666666",
             ha="center",
-            va="bottom",
+            va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )
     return height

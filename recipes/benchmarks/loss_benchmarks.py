@@ -1,6 +1,6 @@
 """Measure the losses against cross-entropy, forward and backward: time on logits, time and peak memory on hidden states.
 
-    python recipes/benchmarks/loss_benchmarks.py                          # 128k classes, 2048 rows: four minutes on two cores
+    python recipes/benchmarks/loss_benchmarks.py                          # 128k classes, 2048 rows: six minutes on two cores
     python recipes/benchmarks/loss_benchmarks.py --classes 8000 --rows 256 --dimension 64 --out /tmp/losses.csv
 
 Two kinds of logits: *flat* (normal with deviation 1, an untrained model) and *trained* (eight classes of every row lead by 4
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, default=128_000)
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--dimension", type=int, default=512, help="of the hidden states")
+    parser.add_argument("--dimension", type=int, default=256, help="of the hidden states")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds per case")
