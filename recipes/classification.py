@@ -178,7 +178,11 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
     if settings.model:
         # A head for other classes is replaced by a new one.
         return AutoModelForSequenceClassification.from_pretrained(
-            settings.model, **names, problem_type="single_label_classification", ignore_mismatched_sizes=True
+            settings.model,
+            dtype=torch.float32,
+            **names,
+            problem_type="single_label_classification",
+            ignore_mismatched_sizes=True,
         )
     config = BertConfig(
         vocab_size=vocabulary,

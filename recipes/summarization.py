@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object, set_seed
 from rouge_score.rouge_scorer import RougeScorer
 from tqdm.auto import tqdm
@@ -188,7 +189,7 @@ def main(settings: Settings) -> None:
     set_seed(settings.seed)
     if settings.model:
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model)
+        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
     else:
         tokenizer = translation.train_tokenizer(
             [(article.text, article.references[0]) for article in train], settings.vocabulary

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from common.settings import RunSettings
 
@@ -167,14 +170,31 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
-    def save_model(self, model: Any, tokenizer: Any) -> None:
-        """``save_pretrained`` of model and tokenizer as the subfolder ``model``."""
-        state = self.accelerator.get_state_dict(model)
+    def whole(self, model: Any) -> Any:
+        """A prepared model as one process can use and save it; on all processes at the same time.
+
+        Under FSDP2 it is a copy with the weights of all processes: generation takes another number of steps on each of them,
+        so that sharded models would wait for each other. It must fit into one device.
+        """
         plain = self.accelerator.unwrap_model(model)
+        if self.accelerator.distributed_type != DistributedType.FSDP:
+            return plain
+        state = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in plain.state_dict().items()
+        }
+        kind = next(base for base in type(plain).__mro__ if not issubclass(base, FSDPModule))
+        with torch.random.fork_rng():  # whoever starts a model anew draws random numbers
+            copy = kind(plain.config)
+        copy.load_state_dict(state)
+        return copy.to(self.accelerator.device).train(plain.training)
+
+    def save_model(self, model: Any, tokenizer: Any) -> None:
+        """``save_pretrained`` of a whole model and its tokenizer as the subfolder ``model``."""
 
         def write(folder: Path) -> None:
             if self.main:
-                plain.save_pretrained(folder, state_dict=state)
+                model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
 
         self.replace("model", write)

@@ -197,26 +197,21 @@ class Training:
         progress, settings = self.progress, self.run.settings
         self.model.eval()
         with torch.no_grad():
-            measures = self.evaluate(self.model)
+            model = self.run.whole(self.model)
+            measures = self.evaluate(model)
         self.model.train()
         if measures["score"] > progress.best:
             progress.best, progress.best_step, progress.worse = measures["score"], progress.step, 0
-            self.run.save_model(self.model, self.tokenizer)
+            self.run.save_model(model, self.tokenizer)
         else:
             progress.worse += 1
         stop = bool(settings.patience) and progress.worse >= settings.patience
         progress.finished = stop or progress.step >= self.total
-        known = self._alphas()
+        known = _mean_alphas(model)
         self.run.log(progress.step, **{f"dev_{name}": value for name, value in measures.items()}, **known)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in {**measures, **known}.items())
         bar.clear()
         self.run.say(f"epoch {progress.epoch}, step {progress.step}: {shown}{'  (stops early)' if stop else ''}")
-
-    def _alphas(self) -> dict[str, float]:
-        plain = self.accelerator.unwrap_model(self.model)
-        if not is_patched(plain) or entmax_config(plain).mapping != "entmax":
-            return {}
-        return {f"alpha/{site}": float(values.nanmean()) for site, values in alphas(plain).items()}
 
     def summary(self) -> dict[str, float]:
         """What every result row says about the training."""
@@ -227,6 +222,13 @@ class Training:
             "train_seconds": round(progress.seconds, 1),
             "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9)),
         }
+
+
+def _mean_alphas(model: Any) -> dict[str, float]:
+    """Mean alpha per site, of a model that has alphas."""
+    if not is_patched(model) or entmax_config(model).mapping != "entmax":
+        return {}
+    return {f"alpha/{site}": float(values.nanmean()) for site, values in alphas(model).items()}
 
 
 def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
