@@ -1,0 +1,179 @@
+"""Two CPU processes, sharing steps (DDP) or weights (FSDP2), compute what one process computes; Accelerate's files."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from common.settings import parse  # noqa: E402
+
+FILES = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Tiny data for three recipes; options of each, without --out."""
+    folder = tmp_path_factory.mktemp("data")
+    lemmas = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal"]
+    rows = [
+        f"up\tsplit\t{lemma}\t{lemma}{end}\tV;{tag}" for lemma in lemmas for end, tag in (("a", "PST"), ("i", "PRS"))
+    ]
+    splits = {"train": rows[:14], "dev": rows[:3], "test": rows[12:]}
+    words = [row.replace("split", split) for split, part in splits.items() for row in part]
+    (folder / "words.tsv").write_text("lang\tsplit\tlemma\tform\ttags\n" + "\n".join(words) + "\n")
+    texts = [
+        f"{lemma} {'good' if place % 2 else 'bad'} {lemma}\t{place % 2}" for place, lemma in enumerate([*lemmas, "wet"])
+    ]
+    (folder / "texts.tsv").write_text("text\tlabel\n" + "\n".join(texts) + "\n")
+    articles = [
+        {"source": [f"We {verb} {lemma}.", "It works."], "target": [f"{lemma} works", f"{verb} {lemma}"]}
+        for lemma in lemmas
+        for verb in ("study", "like")
+    ]
+    (folder / "articles.jsonl").write_text("".join(json.dumps(article) + "\n" for article in articles))
+    small = "--width 16 --heads 2 --layers 1 --epochs 2 --lr 0.01 --warmup 4 --dropout 0 --attention learned"
+    common = [*small.split(), "--output_alpha", "1.5"]
+    options = {
+        "inflection": ["--data", str(folder / "words.tsv"), "--batch_size", "4"],
+        "classification": [*three(folder / "texts.tsv"), "--batch_size", "4", "--gradient_accumulation", "2"],
+        "summarization": [
+            *three(folder / "articles.jsonl"),
+            "--batch_size",
+            "8",
+            "--vocabulary",
+            "80",
+            "--max_summary",
+            "6",
+        ],
+    }
+    return {recipe: [*own, *common] for recipe, own in options.items()}
+
+
+def three(path):
+    return [word for split in ("train", "dev", "test") for word in (f"--{split}", str(path))]
+
+
+def alone(recipe, arguments):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    module = importlib.import_module(recipe)
+    module.main(parse(module.Settings, module.__doc__, arguments))
+
+
+def together(jobs, **environment):
+    """Run jobs in two processes."""
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    driver = str(Path(__file__).parent / "processes.py")
+    ended = subprocess.run(
+        [*torchrun, driver, json.dumps(jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+
+
+def log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def agree(one, two):
+    """Two logs hold the same numbers, up to the order of sums."""
+    assert [sorted(line) for line in one] == [sorted(line) for line in two]
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-6)
+
+
+def results(folder, names):
+    found = json.loads((folder / "result.json").read_text())
+    return {name: found[name] for name in names}
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(data, tmp_path):
+    jobs = [{"recipe": r, "arguments": [*o, "--out", str(tmp_path / f"two-{r}")]} for r, o in data.items()]
+    together(
+        [*jobs[:1], {**jobs[1], "stop_at": 3}, {**jobs[1], "arguments": [*jobs[1]["arguments"], "--resume"]}, jobs[2]]
+    )
+    measured = {
+        "inflection": ["accuracy", "optimal", "test_words", "steps", "best_step"],
+        "classification": ["accuracy", "macro_f1", "test_texts", "steps", "best_step"],
+        "summarization": ["rouge1", "first_rouge1", "lead_rouge1", "test_texts", "steps"],
+    }
+    for recipe, options in data.items():
+        alone(recipe, [*options, "--out", str(tmp_path / f"one-{recipe}")])
+        folders = tmp_path / f"one-{recipe}", tmp_path / f"two-{recipe}"
+        agree(*map(log, folders))
+        one, two = (results(folder, [*measured[recipe], "processes"]) for folder in folders)
+        assert (one.pop("processes"), two.pop("processes")) == (1, 2)
+        assert one == two
+
+
+@pytest.mark.slow
+def test_weights_shared_by_fsdp2(data, tmp_path):
+    """Sharded weights and alphas train, are evaluated, saved and resumed as in one process."""
+    options = data["classification"]
+    job = {"recipe": "classification", "arguments": [*options, "--out", str(tmp_path / "two")]}
+    together(
+        [{**job, "stop_at": 3}, {**job, "arguments": [*job["arguments"], "--resume"]}],
+        HF_ENTMAX_TEST_FSDP="1",
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="BertLayer",
+        FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+        FSDP_RESHARD_AFTER_FORWARD="true",
+    )
+    alone("classification", [*options, "--out", str(tmp_path / "one")])
+    agree(log(tmp_path / "one"), log(tmp_path / "two"))
+    names = ["accuracy", "macro_f1", "density_encoder_self", "steps"]
+    assert results(tmp_path / "one", names) == pytest.approx(results(tmp_path / "two", names), rel=1e-3)
+    from safetensors.torch import load_file
+
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and any("entmax_norm" in name for name in one)
+    for name, value in one.items():
+        assert torch.allclose(value, two[name], atol=2e-3), name
+    configs = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("one", "two")]
+    assert configs[0] == configs[1]
+
+
+def test_accelerate_reads_every_file():
+    kinds = {}
+    for path in FILES:
+        load_config_from_file(str(path))
+        args = launch_command_parser().parse_args(["--config_file", str(path), "recipes/inflection.py", "--smoke"])
+        args, _, _ = _validate_launch_command(args)
+        kinds[path.stem] = (args.use_cpu, args.multi_gpu, args.use_fsdp, args.num_processes, args.mixed_precision)
+        if args.use_fsdp:
+            assert args.fsdp_version == 2
+    assert kinds == {
+        "one_cpu": (True, False, False, 1, "no"),
+        "two_cpu_processes": (True, False, False, 2, "no"),
+        "one_gpu": (False, False, False, 1, "bf16"),
+        "several_gpus": (False, True, False, 2, "bf16"),
+        "fsdp2": (False, False, True, 2, "bf16"),
+    }
+
+
+@pytest.mark.slow
+def test_accelerate_launches_a_recipe(data, tmp_path):
+    launch = [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "recipes/configs/accelerate/one_cpu.yaml")]
+    recipe = [str(ROOT / "recipes" / "inflection.py"), *data["inflection"], "--smoke", "--out", str(tmp_path / "run")]
+    ended = subprocess.run(
+        [*launch, *recipe], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert results(tmp_path / "run", ["steps", "processes"]) == {"steps": 2, "processes": 1}
