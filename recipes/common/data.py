@@ -137,6 +137,8 @@ def _table_rows(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[
             if set(columns) <= set(names):
                 places = [names.index(column) for column in columns]
                 continue
+            if missing := [column for column in columns if column not in names] if set(columns) & set(names) else []:
+                raise ValueError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(names)}.")
             numbers = all(column.isdigit() for column in columns)
             places = [int(column) for column in columns] if numbers else list(range(len(columns)))
             if width <= max(places):

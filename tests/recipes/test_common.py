@@ -149,6 +149,7 @@ class TestData:
         ("name", "raw", "message"),
         [
             ("a.tsv", "only one\n", r"a\.tsv:1: 1 column\(s\) \['only one'\]; expected text, label"),
+            ("a.tsv", "label\tother\n1\ta\n", r"a\.tsv:1: no column text; it has label, other"),
             ("a.tsv", "a\tb\nc\n", r"a\.tsv:2: 1 column\(s\), the first line has 2"),
             ("a.tsv", "a\tb\nc\td\te\n", r"a\.tsv:2: 3 column\(s\), the first line has 2"),
             ("a.tsv", "text\tlabel\na\tb\n\nc\td\n", r"a\.tsv:3: 0 column\(s\)"),
