@@ -1,0 +1,172 @@
+"""The classification recipe, end to end on a few invented words."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import classification  # noqa: E402
+from common.settings import parse  # noqa: E402
+
+STEMS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal", "hem", "bis"]
+ENDINGS = {"upper": "ita", "lower": "oven", "middle": "esk"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The ending tells the class; one stem in five is only tested."""
+    lines = ["split\tform\tlang"]
+    for place, stem in enumerate(STEMS):
+        split = "test" if place % 5 == 4 else "dev" if place % 5 == 3 else "train"
+        lines += [f"{split}\t{stem}{ending}\t{label}" for label, ending in ENDINGS.items()]
+    lines.append("test\tlarita\tupper")  # in training too
+    path = tmp_path / "words.tsv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def settings(data, out, **changes):
+    small = {
+        "width": 16,
+        "heads": 2,
+        "layers": 1,
+        "batch_size": 6,
+        "epochs": 2,
+        "lr": 0.01,
+        "warmup": 20,
+        "dropout": 0.0,
+    }
+    small |= {"train": data, "dev": data, "test": data, "split_column": "split", "text": "form", "label": "lang"}
+    return classification.Settings(out=str(out), **{**small, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"output_alpha": 1.5},
+        {"attention": "1.5", "vocabulary": 60},
+        {"attention": "learned", "output_alpha": 1.5, "mixed_precision": "bf16"},
+        {"attention": "sparsegen_lin", "mapping_options": "{lam: 0.5}"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "softmax",
+)
+def test_every_setting_is_one_option(data, tmp_path, changes):
+    classification.main(settings(data, tmp_path / "run", smoke=True, **changes))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["steps"], result["classes"], result["test_texts"]) == (2, 3, 7)
+    assert result["seen"] == pytest.approx(100 / 7, abs=0.01)
+    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert stored["id2label"] == {"0": "lower", "1": "middle", "2": "upper"}
+    if not changes:
+        assert "entmax_config" not in stored
+        assert (result["possible_labels"], result["certain"], result["density_encoder_self"]) == (3, 0, 1)
+    else:
+        assert stored["entmax_config"]["output_alpha"] == changes.get("output_alpha")
+        assert (
+            str(stored["entmax_config"]["alpha"])
+            == {"1.5": "1.5", "learned": "learned"}.get(changes.get("attention"), "1.0")
+            or "mapping_options" in changes
+        )
+
+
+def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
+    results = str(tmp_path / "rows.csv")
+    same = {"split_column": "", "results": results}  # all words are learned and tested
+    classification.main(settings(data, tmp_path / "run", epochs=20, **same))
+    model = str(tmp_path / "run" / "model")
+    options = {"model": model, "attention": "learned", "alpha_init": "1.2", "output_alpha": 1.5, "epochs": 10}
+    classification.main(settings(data, tmp_path / "tuned", **same, **options))
+    with open(results, newline="", encoding="utf-8") as lines:
+        dense, sparse = csv.DictReader(lines)
+    for row in (dense, sparse):
+        assert row["accuracy"] == row["macro_f1"] == "100.0"
+        assert (row["seen"], row["unseen_accuracy"]) == ("100.0", "")
+    assert dense["certain_accuracy"] == ""
+    assert (
+        float(sparse["possible_labels"]) < 3 and float(sparse["certain"]) > 0 and sparse["certain_accuracy"] == "100.0"
+    )
+    card = (tmp_path / "tuned" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "type: text-classification" in card and "| accuracy | 100.0 |" in card
+
+
+def test_measures_by_hand():
+    # Two of three classes occur; the text of the third row was seen in training.
+    found = [(0, 0, 1), (0, 1, 2), (1, 1, 1), (1, 1, 3)]
+    scores = classification.scores(found, 3, [False, False, True, False])
+    assert scores["accuracy"] == 75
+    assert scores["macro_f1"] == pytest.approx(100 * (2 / 3 + 4 / 5) / 2, abs=0.01)
+    assert scores["unseen_accuracy"] == pytest.approx(100 * 2 / 3, abs=0.01)
+    assert (scores["seen"], scores["possible_labels"], scores["certain"], scores["certain_accuracy"]) == (
+        25,
+        1.75,
+        50,
+        100,
+    )
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_the_tokenizer(size):
+    tokenizer = classification.train_tokenizer(["ab ba", "abba\nab"], size)
+    ids = tokenizer(["ab ba", "abX"], padding=True)
+    assert [tokenizer.decode(row)[:5] for row in ids["input_ids"]] == ["[CLS]"] * 2
+    assert ids["input_ids"][0][-1] == tokenizer.sep_token_id == 3
+    if not size:
+        assert ids["input_ids"][0][1:-1] == tokenizer.convert_tokens_to_ids(list("ab ba"))
+        assert ids["input_ids"][1][3] == tokenizer.unk_token_id
+    assert torch.tensor(ids["attention_mask"]).sum() < 2 * len(ids["input_ids"][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split_column": "lang"}, "no row has 'train' in its column lang"),
+        ({"label": "split", "split_column": ""}, "all right"),
+        ({"text": "word"}, "words.tsv:1: no column word; it has split, form, lang"),
+        ({"results": "old.csv"}, "use another file"),
+    ],
+)
+def test_bad_data_stop_it_before_it_starts(data, tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    Path("old.csv").write_text("a,b\n")
+    if message == "all right":
+        classification.main(settings(data, tmp_path / "run", smoke=True, **changes))
+        return
+    with pytest.raises(ValueError, match=message):
+        classification.main(settings(data, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_labels_must_be_known(tmp_path):
+    with pytest.raises(ValueError, match="test has labels that training does not have: c"):
+        classification.check_labels([("x", "a"), ("y", "b")], dev=[("x", "a")], test=[("z", "c")])
+    with pytest.raises(ValueError, match="all training texts have the label 'a'"):
+        classification.check_labels([("x", "a")])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--heads 3", "width=128 is not allowed: it must be a multiple of heads=3"),
+        ("--dev ''", "dev='' is not allowed"),
+    ],
+)
+def test_settings_are_checked(option, message, capsys):
+    given = ["--train", "a.tsv", "--dev", "a.tsv", "--test", "a.tsv", *option.replace("''", "").split(" ")]
+    with pytest.raises(SystemExit):
+        parse(classification.Settings, classification.__doc__, given)
+    assert message in capsys.readouterr().err

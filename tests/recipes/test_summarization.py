@@ -1,0 +1,147 @@
+"""The summarisation recipe, end to end on a few invented abstracts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import summarization  # noqa: E402
+from common.settings import parse  # noqa: E402
+
+THINGS = ["networks", "trees", "graphs", "kernels"]
+DEEDS = ["train", "prune", "sort", "cut"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The first reference is what training learns; the second is worded otherwise."""
+    records = [
+        {
+            "source": ["It is hard.", f"{thing} {thing} {deed}."],
+            "target": [f"All {thing} win.", f"{thing} and how to {deed} them"],
+        }
+        for thing in THINGS
+        for deed in DEEDS
+    ]
+    path = tmp_path / "abstracts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def settings(data, out, **changes):
+    small = {
+        "vocabulary": 200,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+        "batch_size": 8,
+        "epochs": 1,
+        "lr": 0.01,
+        "warmup": 20,
+    }
+    small |= {"train": data, "dev": data, "test": data, "max_summary": 16, "dropout": 0.0, "beams": 2}
+    return summarization.Settings(out=str(out), **{**small, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention": "1.5", "architecture": "marian"},
+        {"attention": "learned", "output_alpha": 1.5, "architecture": "t5"},
+    ],
+    ids=["softmax", "1.5", "learned"],
+)
+def test_every_setting_is_one_option(data, tmp_path, changes):
+    summarization.main(settings(data, tmp_path / "run", smoke=True, **changes))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["steps"], result["test_texts"]) == (2, 4)
+    assert result["lead_rouge1"] == 0  # "It is hard." has no word of any summary
+    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert stored["model_type"] == changes.get("architecture", "bart")
+    if changes:
+        assert str(stored["entmax_config"]["alpha"]) == changes["attention"]
+    else:
+        assert "entmax_config" not in stored and result["density_cross"] == 1
+
+
+@pytest.mark.slow
+def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
+    summarization.main(settings(data, tmp_path / "run", epochs=40, lr=0.005, batch_size=4))
+    dense = json.loads((tmp_path / "run" / "result.json").read_text())
+    # So small a model learns in what words summaries are written, from the first references, not yet which thing wins.
+    assert dense["rouge1"] > 50 and dense["first_rouge1"] > 50
+    model = str(tmp_path / "run" / "model")
+    tuned = settings(data, tmp_path / "tuned", model=model, attention="1.2", output_alpha=1.5, epochs=5, lr=0.001)
+    summarization.main(tuned)
+    sparse = json.loads((tmp_path / "tuned" / "result.json").read_text())
+    assert sparse["rouge1"] > 50
+    stored = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())
+    assert (stored["entmax_config"]["alpha"], stored["entmax_config"]["output_alpha"]) == (1.2, 1.5)
+    card = (tmp_path / "tuned" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "type: summarization" in card and f"| rougeL | {sparse['rougeL']} |" in card
+
+
+def test_rouge_takes_the_best_reference():
+    # rouge1: 2 of 3 and 2 of 2 words; F1 = 2 * 2/2 * 2/3 / (2/2 + 2/3) = 0.8.
+    assert summarization.rouge(["sparse attention"], [("sparse attention wins",)])["rouge1"] == pytest.approx(80)
+    both = summarization.rouge(["sparse attention"], [("sparse attention wins", "attention sparse")])
+    assert (both["rouge1"], both["rouge2"]) == (pytest.approx(100), pytest.approx(200 / 3))
+    # Stems count: networks = network. Means are over texts.
+    pair = summarization.rouge(["networks", "a"], [("network",), ("b",)])
+    assert pair["rougeL"] == pytest.approx(50)
+
+
+def test_leads():
+    article = summarization.Article(("One.", "Two."), ("x",))
+    assert (article.lead, article.text) == ("One.", "One. Two.")
+    assert summarization.Article(("One. Two.",), ("x",)).lead == "One"
+
+
+def test_long_texts_are_cut_and_long_summaries_left_out(data, tmp_path):
+    short = settings(data, tmp_path / "run", max_tokens=5)
+    articles = summarization.read_articles(short, "train")
+    assert len(articles) == 16 and len(articles[0].references) == 2
+    pairs = [(article.text, article.references[0]) for article in articles]
+    tokenizer = summarization.translation.train_tokenizer(pairs, 200)
+    long = summarization.Article(articles[0].sentences, ("much too long " * 10,))
+    encoded = summarization.encode([*articles, long], tokenizer, short)
+    assert len(encoded) == 16
+    assert {len(example["input_ids"]) for example in encoded} == {5}
+    assert all(example["input_ids"][-1] == tokenizer.eos_token_id for example in encoded)
+    with pytest.raises(ValueError, match=r"max_summary=2: every training summary is longer; raise it"):
+        summarization.main(settings(data, tmp_path / "run", max_summary=2))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"source": ["a"]}', r"abstracts\.jsonl:17: no target"),
+        ('{"source": [], "target": ["b"]}', r":17: source is empty"),
+    ],
+)
+def test_bad_data_stop_it_before_it_starts(data, tmp_path, line, message):
+    with open(data, "a", encoding="utf-8") as lines:
+        lines.write(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        summarization.main(settings(data, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_are_checked(capsys):
+    for option, message in [("--architecture gpt", "bart, marian or t5"), ("--beams 0", "at least 1")]:
+        with pytest.raises(SystemExit):
+            parse(summarization.Settings, "", ["--train", "a", "--dev", "a", "--test", "a", *option.split()])
+        assert message in capsys.readouterr().err
