@@ -80,6 +80,32 @@ def test_every_alpha(alphas, sharpness):
     check_against_oracle(make_inputs(alphas=alphas, sharpness=sharpness))
 
 
+EVEN_LIMITS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "window": {"sliding_window": 90},
+    "causal window": {"is_causal": True, "sliding_window": 75},
+    "padding": {"key_padding_mask": torch.arange(133) < torch.tensor([[133], [91]])},
+    "holes": {"attention_mask": torch.arange(133) % 23 != 5},
+}
+
+
+@pytest.mark.parametrize("limit", EVEN_LIMITS)
+@pytest.mark.parametrize("sharpness", [0.0, 0.1, 0.6, 2.0])
+def test_even_rows_near_softmax(limit, sharpness):
+    tensors = make_inputs(T_q=83, T_k=133, alphas=(1.0 + 1e-6, 1.01, 1.1, 1.24), sharpness=sharpness)
+    bias = torch.zeros(1, 4, 83, 133).requires_grad_()
+    tolerance = 1e-4 if sharpness else 2e-3  # equal scores: d_alpha is 0 up to rounding
+    if sharpness:
+        check_against_oracle(tensors, **EVEN_LIMITS[limit], position_bias=bias, gradient_tolerance=tolerance)
+        return
+    out, weights = numba_cpu.attention(*tensors, need_weights=True, **EVEN_LIMITS[limit])
+    oracle = reference.attention(*tensors, grad_out=torch.ones_like(out), **EVEN_LIMITS[limit])
+    assert (weights - oracle["weights"]).abs().max() < 2e-6
+    (gradient,) = torch.autograd.grad(out.sum(), tensors[3])
+    assert gradient.abs().max() < 1e-3
+
+
 def test_alpha_above_two():
     # Weights near the threshold rise like a root there: an error of 1e-7 in a score is one of 1e-5 in such a weight.
     check_against_oracle(make_inputs(alphas=(2.2, 2.5, 3.0, 4.0)), out_tolerance=1e-4, gradient_tolerance=2e-3)
@@ -459,6 +485,132 @@ def test_fork_after_use(two_threads):
     for a, b in zip(here.recv(), want, strict=True):
         torch.testing.assert_close(torch.from_numpy(a), b)
     child.join()
+
+
+def test_fork_after_import():
+    """The parent has imported the package and computed nothing: the child starts its own threads."""
+    code = """
+import multiprocessing, torch
+from hf_entmax.ops import entmax_attention, numba_cpu
+
+def work(connection):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 50, 16)
+    out = entmax_attention(query, key, key, 1.3, backend="numba")[0]
+    want = entmax_attention(query, key, key, 1.3, backend="torch")[0]
+    connection.send((torch.get_num_threads(), (out - want).abs().max().item()))
+
+here, there = multiprocessing.get_context("fork").Pipe()
+child = multiprocessing.get_context("fork").Process(target=work, args=(there,))
+child.start()
+assert here.poll(100), "the forked process did not answer"
+print(*here.recv())
+child.join()
+"""
+    for threads in ("1", "2"):
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        seen, error = run.stdout.split()
+        assert int(seen) <= int(threads)  # PyTorch takes no more than there are cores
+        assert float(error) < 1e-5
+
+
+def test_machine_code_that_cannot_be_kept(tmp_path, monkeypatch, caplog):
+    import ctypes
+
+    import numba
+    from numba.core.caching import CacheImpl
+
+    from hf_entmax.ops.numba_cpu import runtime
+
+    def answer(address):
+        address[0] = 42
+
+    signature = numba.types.void(numba.types.CPointer(numba.int64))
+    obstacle = tmp_path / "a file where the folder should be"
+    obstacle.write_text("")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(obstacle))
+    # Without the folders beside the source and in the home directory, to which Numba would turn next.
+    given = [c for c in CacheImpl._locator_classes if c.__name__.lstrip("_").startswith("UserProvided")]
+    assert given
+    monkeypatch.setattr(CacheImpl, "_locator_classes", given)
+    kernel = runtime._compile(answer, signature)
+    assert "NUMBA_CACHE_DIR" in caplog.text
+    number = ctypes.c_int64(0)
+    kernel.call(ctypes.addressof(number))
+    assert number.value == 42
+
+
+@pytest.mark.parametrize("damage", ["index", "code"])
+def test_damaged_machine_code_is_compiled_again(damage, tmp_path, monkeypatch, caplog):
+    import ctypes
+
+    import numba
+
+    from hf_entmax.ops.numba_cpu import runtime
+
+    def answer(address):
+        address[0] = 43
+
+    signature = numba.types.void(numba.types.CPointer(numba.int64))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    runtime._compile(answer, signature)
+    files = list(tmp_path.rglob("*.nbi" if damage == "index" else "*.nbc"))
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    kernel = runtime._compile(answer, signature)
+    assert "damaged" in caplog.text
+    number = ctypes.c_int64(0)
+    kernel.call(ctypes.addressof(number))
+    assert number.value == 43
+
+
+@pytest.mark.slow
+def test_offsets_beyond_two_to_the_31():
+    """A mask of its own for every head has 2.7e9 entries; the pages nobody wrote cost no memory."""
+    import numpy as np
+
+    heads, length, shown = 40, 8192, 192
+    mask = torch.from_numpy(np.zeros((1, heads, length, length), dtype=np.bool_))
+    assert mask.numel() > 2**31
+    mask[:, -1, -shown:, -shown:] = True
+    mask[:, 0, :shown, :shown] = True
+    query, key, value = (torch.randn(1, heads, length, 16, requires_grad=True) for _ in range(3))
+    alpha = torch.linspace(1.1, 2.0, heads).requires_grad_()
+    inputs = (query, key, value, alpha)
+    out, _ = entmax_attention(*inputs, attention_mask=mask, backend="numba")
+    cotangent = torch.randn(out.shape)
+    gradients = torch.autograd.grad(out, inputs, cotangent)
+    touched = torch.zeros(heads, length, dtype=torch.bool)
+    for head, rows in ((0, slice(0, shown)), (-1, slice(length - shown, length))):
+        touched[head, rows] = True
+        parts = [t.detach()[:, head, None, rows].requires_grad_() for t in inputs[:3]]
+        parts.append(alpha.detach()[head, None].requires_grad_())
+        part, _ = entmax_attention(*parts, backend="torch")
+        torch.testing.assert_close(out[:, head, None, rows], part, rtol=1e-4, atol=1e-5)
+        wanted = torch.autograd.grad(part, parts, cotangent[:, head, None, rows])
+        for gradient, want in zip(gradients[:3], wanted, strict=False):
+            assert relative(gradient[:, head, None, rows], want) < 1e-4
+        assert relative(gradients[3][head], wanted[3]) < 1e-4
+    for tensor in (out, *gradients[:3]):
+        assert (tensor[0][~touched] == 0).all()
+
+
+@pytest.mark.slow
+def test_inductor():
+    tensors = make_inputs(D=32)
+
+    def attend(*tensors):
+        return entmax_attention(*tensors, is_causal=True, backend="numba")[0].sin()
+
+    compiled = torch.compile(attend, fullgraph=True)
+    eager, traced = attend(*tensors), compiled(*tensors)
+    torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
+    for want, got in zip(
+        torch.autograd.grad(eager.sum(), tensors), torch.autograd.grad(traced.sum(), tensors), strict=True
+    ):
+        assert relative(got, want) < 1e-5
 
 
 def test_importing_the_package_does_not_import_numba():

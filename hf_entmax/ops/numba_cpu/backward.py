@@ -17,8 +17,9 @@ import numpy as np
 from numba import njit
 from numba.np.numpy_support import carray
 
-from .forward import copy_scaled, drop_dense, drop_sparse, place_row, zero_floats
-from .partition import block_rows, dense_row_bytes, dropout_key, item_blocks
+from .dropout import drop_dense, drop_sparse, dropout_key
+from .forward import copy_scaled, place_row, zero_floats
+from .partition import block_rows, dense_row_bytes, item_blocks
 from .simd import (
     LANES,
     atomic_increment,

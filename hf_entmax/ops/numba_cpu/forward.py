@@ -9,21 +9,18 @@ from numba import njit
 from numba.np.numpy_support import carray
 
 from .arguments import DONE
+from .dropout import drop_dense, drop_sparse, dropout_key
 from .even_rows import solve_even_rows
-from .partition import ROW_LIMITS, block_rows, dense_row_bytes, dropout_key, item_blocks
+from .partition import ROW_LIMITS, block_rows, dense_row_bytes, item_blocks
 from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relative, row_limits, row_maximum
 from .simd import (
     LANES,
     atomic_increment,
-    hashed_keep,
-    indices,
     load,
-    load_index,
     read_f32,
     read_f64,
     read_i32,
     read_i64,
-    select,
     splat,
     store,
     write_f32,
@@ -251,22 +248,6 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
         write_i32(r.row_size + 4 * (first_row + t), np.int32(-1 - width))
         write_i32(r.row_start + 4 * (first_row + t), np.int32(low))
     return target + row_bytes * rows
-
-
-@njit(error_model="numpy")
-def drop_dense(line, low, width, key, limit, factor, target):
-    """Apply dropout to a dense row."""
-    for k in range(0, width, LANES):
-        kept = hashed_keep(indices(low + k), key, limit)
-        store(target + 4 * k, select(kept, load(line + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
-
-
-@njit(error_model="numpy")
-def drop_sparse(weights, index, n, key, limit, factor, target):
-    """Dropped and rescaled weights of a sparse row."""
-    for k in range(0, n, LANES):
-        kept = hashed_keep(load_index(index + 4 * k), key, limit)
-        store(target + 4 * k, select(kept, load(weights + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
 
 
 @njit(error_model="numpy")

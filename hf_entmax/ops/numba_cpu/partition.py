@@ -1,14 +1,8 @@
-"""How the rows of one (batch, key head) are cut into blocks, and the dropout key of a row."""
+"""How the rows of one (batch, key head) are cut into blocks, and what is noted about a row."""
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
-
-# The increments of the splitmix64 generator: neighbouring rows get unrelated keys.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 #: Bytes noted for every row of a block: first column, one past the last, maximum.
 ROW_LIMITS = 24
@@ -40,12 +34,3 @@ def item_blocks(r, item):
     start = chunk * r.blocks // r.chunks
     stop = (chunk + 1) * r.blocks // r.chunks
     return pair // r.kv_heads, pair % r.kv_heads, start, stop
-
-
-@njit(error_model="numpy")
-def dropout_key(seed, row):
-    """A 64-bit key for one row of one call."""
-    z = np.uint64(seed) + np.uint64(row + 1) * _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return np.int64(z ^ (z >> np.uint64(31)))

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -77,12 +78,13 @@ def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
     options = {"error_model": "numpy"}
     try:
         compiled = cfunc(signature, cache=True, **options)(entry)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
             raise
         logger.warning(
-            "The machine code of the numba backend cannot be kept on disk (%s), so every process compiles it anew. "
-            "Set NUMBA_CACHE_DIR to a writable directory.",
+            "The machine code of the numba backend cannot be kept on disk or read from it (%s: %s), so every process "
+            "compiles it anew. Set NUMBA_CACHE_DIR to a writable directory, an empty one if the files are damaged.",
+            type(error).__name__,
             error,
         )
         compiled = cfunc(signature, **options)(entry)
