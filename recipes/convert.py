@@ -12,7 +12,7 @@
 
 The model is a causal language model (data: ``--data``) or an encoder-decoder (data: sentence pairs, ``--train``, ``--dev``,
 ``--test``), a folder or a Hub id. Alpha starts at ``--start`` (1: still a softmax), moves to its target over the share ``--over``
-of training, and is then held (``--attention 1.5``) or let go (``--attention learned``, from ``--alpha_init`` on). The loss is
+of training, and is then held (``--attention 1.5``) or let go (``--attention learned``, from ``--release`` on). The loss is
 
     task_weight * task + distill_logits * logits + distill_attention * attention + lam * D_tau
 
@@ -76,7 +76,7 @@ class Settings(RunSettings):
 
     model: str = option("", "the softmax model: a folder or Hub id, causal or encoder-decoder")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
-    alpha_init: str = option("1.5", "where learned alphas are let go: a number between 1 and 2")
+    release: float | None = option(None, "learned: the alpha from which they are let go, between 1 and 2 (default 1.5)")
     schedule: str = option("anneal", "anneal: alpha moves to its target; abrupt: it is there at once")
     start: float = option(1.0, "alpha at the beginning of annealing")
     over: float = option(0.5, "share of training over which it moves")
@@ -122,9 +122,16 @@ class Settings(RunSettings):
         if self.density_target is not None:
             self.require("attention", self.attention != "softmax", "sparse for a density_target")
             DensityTarget(self.density_target, self.density_rate)
+        if self.learned:
+            self.require(
+                "alpha_init", self.alpha_init == "normal", "left out: --release says where learned alphas begin"
+            )
+            self.release = 1.5 if self.release is None else self.release
+            self.require("release", 1 < self.release < 2, "between 1 and 2")
+        self.require(
+            "release", self.learned or self.release is None, f"left out: attention={self.attention} learns no alpha"
+        )
         if self.annealed:
-            fixed = not self.learned
-            self.require("alpha_init", fixed or self.alpha_init != "normal", "a number where alpha is annealed to it")
             self.alpha_schedule()
 
     @property
@@ -139,7 +146,7 @@ class Settings(RunSettings):
 
     def alpha_schedule(self) -> AlphaSchedule:
         """Alpha on its way; only an alpha can be annealed."""
-        target = self.alpha_init if self.learned else self.attention
+        target = self.release if self.learned else self.attention
         try:
             end = float(target)
         except ValueError:
@@ -219,10 +226,11 @@ def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: R
 def student_config(settings: Settings) -> EntmaxConfig | None:
     """How the student is patched; learned alphas and fixed ones start where the schedule does."""
     config = settings.entmax()
-    if config is None or not settings.annealed:
-        return config
-    schedule = settings.alpha_schedule()
-    return config if settings.learned else config.replace(alpha=schedule.start)
+    if config is not None and settings.learned:
+        return config.replace(alpha_init=settings.release)
+    if config is not None and settings.annealed:
+        return config.replace(alpha=settings.start)
+    return config
 
 
 def add_adapters(model: Any, rank: int) -> Any:

@@ -119,7 +119,7 @@ class Settings(RunSettings):
         self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")
         self.require("vocabulary", self.vocabulary >= 300, "at least 300 (256 of them are the bytes)")
         self.require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
-        self.require("dropout", self.architecture == "gpt2" or self.dropout is None, "left out: llama has no dropout")
+        self.require("dropout", self.architecture == "gpt2" or not self.dropout, "0 or left out: llama has no dropout")
 
 
 # --- 1. Text, tokenizer, blocks ----------------------------------------------------------------------------------------

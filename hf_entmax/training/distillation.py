@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_entmax.integration.discovery import AttentionSite
@@ -59,10 +60,15 @@ def logit_distillation(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} is not allowed: give a number above 0.")
     kept = labels != ignore_index
-    target = torch.softmax(teacher.detach()[kept].float() / temperature, dim=-1)
-    if not len(target):
+    own, other = student[kept].float() / temperature, teacher.detach()[kept].float() / temperature
+    if not len(own):
         return student.sum() * 0.0
-    return entmax_loss(student[kept].float() / temperature, target, alpha) * temperature**2
+    if alpha == 1.0:  # the same value, without solving for thresholds that are known
+        logs = (torch.log_softmax(scores, dim=-1) for scores in (own, other))
+        loss = F.kl_div(*logs, log_target=True, reduction="batchmean")
+    else:
+        loss = entmax_loss(own, torch.softmax(other, dim=-1), alpha)
+    return loss * temperature**2
 
 
 def attention_distillation(student: Tensor, teacher: Tensor, pairs: Tensor, kind: str = "kl") -> Tensor:

@@ -1,0 +1,234 @@
+"""Conversions of softmax models: both kinds of models, every term of the loss, exact resume."""
+
+import csv
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import convert  # noqa: E402
+import language_modeling  # noqa: E402
+import translation  # noqa: E402
+from common.data import read_pairs, read_text  # noqa: E402
+from common.settings import parse  # noqa: E402
+from hf_entmax import alphas, is_patched  # noqa: E402
+
+NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
+VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Sentence pairs, and two small softmax models over them that were never trained."""
+    folder = tmp_path_factory.mktemp("models")
+    pairs = [(f"Der {n} {v}.", f"The {m} {w}.") for n, m in NOUNS.items() for v, w in VERBS.items()]
+    for side, language in enumerate(("de", "en")):
+        for split in ("train", "dev", "test"):
+            (folder / f"{split}.{language}").write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    for split, times in (("train", 8), ("valid", 3), ("test", 3)):
+        text = "".join(f"{english}\n" for _, english in pairs)
+        (folder / f"{split}.txt").write_text(text * times, encoding="utf-8")
+    torch.manual_seed(1)
+    given = language_modeling.Settings(out="x", vocabulary=300, width=32, heads=2, layers=2, block=24, prompt=8)
+    tokenizer = language_modeling.train_tokenizer(read_text(str(folder / "train.txt")), 300)
+    save(language_modeling.build_model(given, len(tokenizer)), tokenizer, folder / "lm" / "model")
+    files = {name: str(folder / "train.{lang}") for name in ("train", "dev")}
+    given = translation.Settings(out="x", **files, test=["x"], width=32, heads=2, layers=1, max_tokens=20)
+    tokenizer = translation.train_tokenizer(read_pairs(files["train"], "de", "en"), 60)
+    save(translation.build_model(given, len(tokenizer)), tokenizer, folder / "mt" / "model")
+    return folder
+
+
+def save(model, tokenizer, folder):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # scores that differ: 1.5-entmax is sparse at once
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def settings(place, out, kind="lm", **changes):
+    small = {"batch_size": 8, "epochs": 1, "lr": 0.003, "warmup": 4, "block": 24, "max_tokens": 20, "beams": 2}
+    if kind == "lm":
+        data = {"data": str(place / "{split}.txt")}
+    else:
+        data = {split: str(place / f"{split}.{{lang}}") for split in ("train", "dev", "test")}
+    return convert.Settings(model=str(place / kind / "model"), out=str(out), **{**small, **data, **changes})
+
+
+def result(folder):
+    return json.loads((Path(folder) / "result.json").read_text())
+
+
+def log(folder):
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+
+
+def rows(path):
+    with open(path, newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+EVERYTHING = {"distill_logits": 0.5, "distill_attention": 0.5, "density_target": 0.2, "temperature": 2.0}
+
+
+@pytest.mark.parametrize("kind", ["lm", "mt"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "learned", "output_alpha": 1.5, **EVERYTHING},
+        {"attention": "1.5", "attention_loss": "mse", "distill_attention": 1.0, "task_weight": 0.0},
+        {"attention": "learned", "schedule": "abrupt", "release": 1.7, "distill_logits": 1.0},
+        {"attention": "softmax"},
+    ],
+    ids=["annealed and learned, all terms", "attention alone", "abrupt", "the control"],
+)
+def test_every_setting_is_one_option(place, tmp_path, kind, changes):
+    convert.main(settings(place, tmp_path / "run", kind, smoke=True, results=str(tmp_path / "r.csv"), **changes))
+    found = result(tmp_path / "run")
+    assert found["steps"] == 2 and found["attention"] == changes["attention"]
+    auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
+    model = auto.from_pretrained(tmp_path / "run" / "model")
+    assert is_patched(model) == (changes["attention"] != "softmax")
+    points = rows(tmp_path / "run" / "curve.csv")
+    stages = [row["stage"] for row in points]
+    before = ["before", "patched"] if is_patched(model) else ["before"]
+    assert stages[: len(before)] == before and set(stages[len(before) :]) == {"training"} and points[-1]["step"] == "2"
+    assert float(points[0]["density"]) == 1 and points[0]["bleu" if kind == "mt" else "perplexity"]
+    if is_patched(model):
+        assert float(points[1]["density"]) < 1
+        end = changes.get("release", 1.5)
+        assert float(points[1]["alpha_mean"]) == pytest.approx(end, abs=1e-3)
+        # Two steps: an annealed alpha that is learned was let go as a softmax, after the first.
+        learned = changes["attention"] == "learned"
+        end = 1.0 if learned and "schedule" not in changes else end
+        assert float(points[-1]["alpha_mean"]) == pytest.approx(end, abs=0.1 if learned else 1e-6)
+        stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["entmax_config"]
+        assert stored["alpha"] == ("learned" if learned else 1.5)
+    assert not (tmp_path / "r.csv").exists()  # a smoke test is no result
+
+
+@pytest.mark.slow
+def test_density_falls_to_its_target_and_alphas_learn(place, tmp_path):
+    given = {"epochs": 12, "over": 0.4, "density_target": 0.15, "density_rate": 0.5, "evaluate_every": 7, "lr": 0.01}
+    convert.main(settings(place, tmp_path / "run", results=str(tmp_path / "r.csv"), **given))
+    points = rows(tmp_path / "run" / "curve.csv")
+    assert rows(tmp_path / "r_curve.csv") == points and len(rows(tmp_path / "r.csv")) == 1
+    steps = [int(row["step"]) for row in points[2:]]
+    assert steps == sorted(set(steps)) and {7, 14, 21} <= set(steps) and len(points) > 6
+    assert float(points[-1]["density"]) < 0.19 < float(points[2]["density"])
+    assert max(float(row["pressure"]) for row in points[2:]) > 0.1
+    assert float(points[-1]["alpha_max"]) - float(points[-1]["alpha_min"]) > 1e-3
+    found = result(tmp_path / "run")
+    assert found["density"] == pytest.approx(float(points[-1]["density"]), abs=1e-3)
+    assert found["lost"] == pytest.approx(
+        100 * (found["epsilon_perplexity"] / found["epsilon_perplexity_before"] - 1), abs=0.1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lm", "mt"])
+def test_adapters_carry_alphas(place, tmp_path, kind):
+    pytest.importorskip("peft")
+    convert.main(settings(place, tmp_path / "run", kind, epochs=3, lora_rank=2, over=0.3, alpha_lr=0.05))
+    files = {path.name for path in (tmp_path / "run" / "model").iterdir()}
+    assert "adapter_config.json" in files and "model.safetensors" not in files
+    auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
+    model = convert.load_student(settings(place, "x", kind, lora_rank=2), tmp_path / "run" / "model", auto)
+    values = torch.cat([site.flatten() for site in alphas(convert.inner(model)).values()])
+    last = rows(tmp_path / "run" / "curve.csv")[-1]
+    assert values.mean().item() == pytest.approx(float(last["alpha_mean"]), abs=1e-5)
+    assert values.std() > 1e-4 and 1.1 < values.mean() < 1.9
+    # Nothing of the base was trained.
+    base = auto.from_pretrained(place / kind / "model").state_dict()
+    held = convert.inner(model).state_dict()
+    names = [name for name in base if name in held]
+    assert len(names) > 5 and all(torch.equal(base[name], held[name]) for name in names)
+
+
+def test_wrong_values_name_the_setting(place, tmp_path):
+    for changes, message in [
+        ({"schedule": "slow"}, "schedule='slow'"),
+        ({"release": 2.5}, "release=2.5 .*between 1 and 2"),
+        ({"attention": "1.5", "release": 1.2}, "release=1.2 .*learns no alpha"),
+        ({"attention": "softmax", "density_target": 0.2}, "sparse for a density_target"),
+        ({"density_target": 1.2}, r"target=1\.2"),
+        ({"over": 0.0}, r"over=0\.0"),
+        ({"start": 0.5}, r"start=0\.5"),
+        ({"task_weight": 0.0}, "task_weight=0.0 .*nothing is distilled"),
+        ({"patience": 2}, "keeps its last model"),
+        ({"attention": "sparsegen_lin"}, "needs an alpha; .*'sparsegen_lin' has none. Use abrupt"),
+        ({"alpha_init": "1.2"}, "--release says where"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            settings(place, tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=r"model='' .*the softmax model to convert"):
+        convert.Settings(out="x")
+    with pytest.raises(ValueError, match=r"train='' .*given for an encoder-decoder"):
+        convert.main(convert.Settings(out=str(tmp_path / "run"), model=str(place / "mt" / "model")))
+    convert.main(settings(place, tmp_path / "sparse", attention="1.5", smoke=True))
+    again = dataclasses.replace(settings(place, tmp_path / "run"), model=str(tmp_path / "sparse" / "model"))
+    with pytest.raises(ValueError, match="is sparse already"):
+        convert.main(again)
+    assert not (tmp_path / "run").exists()
+
+
+# The recipe, killed with SIGKILL after it has logged a step.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {recipes!r})
+import convert
+from common.run import Run
+log = Run.log
+def log_and_die(self, step, **values):
+    log(self, step, **values)
+    if step == {step} and "loss" in values:
+        os.kill(os.getpid(), signal.SIGKILL)
+Run.log = log_and_die
+convert.main(convert.parse(convert.Settings, convert.__doc__))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
+    torch.set_num_threads(1)
+    given = {**EVERYTHING, "over": 0.4, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5}
+    whole = settings(place, tmp_path / "whole", **given)
+    convert.main(whole)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
+    words = [w for name, value in dataclasses.asdict(killed).items() if value for w in (f"--{name}", str(value))]
+    driver = DRIVER.format(recipes=str(RECIPES), step=11)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", driver, *words], env=environment, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    convert.main(dataclasses.replace(killed, resume=True))
+    assert len([line for line in log(tmp_path / "whole") if "loss" in line]) > 11
+    assert any(line.get("dev_pressure", 0) > 0 for line in log(tmp_path / "whole"))
+    assert log(tmp_path / "killed") == log(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["convert_wikitext2.yaml", "convert_multi30k.yaml"])
+def test_the_configurations_are_right(file):
+    given = parse(
+        convert.Settings, convert.__doc__, ["--config", str(RECIPES / "configs" / file), "--out", "x", "--model", "m"]
+    )
+    assert given.attention == "learned" and given.annealed and given.evaluate_every > 0

@@ -1,0 +1,228 @@
+"""The language modelling recipe, end to end on a few invented sentences; text read as it is."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import language_modeling as lm  # noqa: E402
+from common.data import read_text  # noqa: E402
+from common.run import Run  # noqa: E402
+from common.settings import parse  # noqa: E402
+from hf_entmax import patch_model  # noqa: E402
+from hf_entmax.generation import sampling_metrics  # noqa: E402
+
+SUBJECTS, VERBS, PLACES = (
+    ("The cat", "A dog", "My <unk>", "The bird"),
+    ("sat", "slept", "sang"),
+    ("mat", "roof", "tree"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def data(tmp_path):
+    lines = [f" {s} {v} on the {p} . " for s in SUBJECTS for v in VERBS for p in PLACES]
+    text = "".join(f"{line}\n" + ("\n = Title = \n" if i % 9 == 0 else "") for i, line in enumerate(lines))
+    for split, times in (("train", 6), ("valid", 1), ("test", 1)):
+        (tmp_path / f"{split}.txt").write_text(text * times, encoding="utf-8")
+    return str(tmp_path / "{split}.txt")
+
+
+def settings(data, out, **changes):
+    small = {"vocabulary": 320, "width": 32, "heads": 2, "layers": 1, "block": 24, "prompt": 8, "samples": 4}
+    small |= {"batch_size": 8, "epochs": 1, "lr": 0.01, "warmup": 10}
+    return lm.Settings(data=data, out=str(out), **{**small, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architecture": "gpt2"},
+        {"architecture": "llama", "attention": "1.5"},
+        {"attention": "learned", "output_alpha": 1.5},
+        {"attention": "softmax", "output_alpha": 1.5},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_setting_is_one_option(data, tmp_path, changes):
+    lm.main(settings(data, tmp_path / "run", smoke=True, **changes))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["steps"] == 2
+    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert stored["model_type"] == changes.get("architecture", "gpt2")
+    sparse = set(changes) & {"attention", "output_alpha"}
+    assert ("entmax_config" in stored) == bool(sparse)
+    if changes.get("output_alpha") != 1.5:
+        assert result["ruled_out"] == 0 and result["support_size"] == stored["vocab_size"]
+        assert result["perplexity"] == pytest.approx(result["epsilon_perplexity"], rel=0.01)
+    else:
+        assert result["support_size"] < stored["vocab_size"]
+    assert (tmp_path / "run" / "samples.txt").read_text().count(">>>") == 4
+
+
+@pytest.mark.slow
+def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
+    lm.main(settings(data, tmp_path / "run", epochs=6))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    # After "The" come four words, after a verb one, after "on the" three: far below the vocabulary of over 300.
+    assert 1 < result["perplexity"] < 4 < result["word_perplexity"] ** 3
+    AcceleratorState._reset_state(reset_partial_state=True)
+    none = dict.fromkeys(("vocabulary", "width", "heads", "layers"))
+    again = settings(
+        data, tmp_path / "sparse", **none, model=str(tmp_path / "run" / "model"), attention="1.5", lr=0.003
+    )
+    lm.main(again)
+    sparse = json.loads((tmp_path / "sparse" / "result.json").read_text())
+    assert sparse["density"] < result["density"] == 1 and sparse["perplexity"] < 4
+
+
+def test_text_comes_back_and_every_token_is_predicted_once(data):
+    lines = read_text(data.replace("{split}", "train"))
+    assert "" in lines and lines[0].startswith(" The cat")
+    tokenizer = lm.train_tokenizer(lines, 320)
+    ids = lm.encode(lines, tokenizer)
+    assert tokenizer.decode(ids) == "\n".join(lines) + "\n"
+    assert tokenizer.tokenize("<unk>") == ["<unk>"]
+    blocks = lm.cut(ids, 50)
+    assert [i for block in blocks for i in block["input_ids"][1:]] == ids[1:]
+    assert lm.count_words(blocks, tokenizer) == sum(len(line.split()) + 1 for line in lines)
+    whole = lm.cut(ids, 50, whole=True)
+    assert {len(block["input_ids"]) for block in whole} == {50} and len(blocks) - len(whole) in (0, 1)
+    assert lm.encode(lines, tokenizer, limit=70) == ids[:70]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_measures_are_those_of_the_library(data, tmp_path, alpha):
+    given = settings(data, tmp_path / "run", output_alpha=alpha)
+    tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
+    blocks = lm.cut(lm.encode(read_text(data.replace("{split}", "test")), tokenizer), 24)
+    model = lm.build_model(given, len(tokenizer)).eval()
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(5)  # so that 1.5-entmax rules words out
+    if alpha != 1.0:
+        patch_model(model, alpha=1.0, output_alpha=alpha)
+    found = lm.text_measures(model, blocks, tokenizer, Run(given, "language_modeling"), size=5)
+    logits, labels = [], []
+    for block in blocks:
+        ids = torch.tensor([block["input_ids"]])
+        logits.append(model(ids).logits[0, :-1].detach())
+        labels.append(ids[0, 1:])
+    logits, labels = torch.cat(logits), torch.cat(labels)
+    assert found["tokens"] == len(labels)
+    for name, value in sampling_metrics(logits, labels, alpha).items():
+        assert found[name] == pytest.approx(value, rel=1e-4), name
+    if alpha == 1.0:
+        assert found["perplexity"] == pytest.approx(
+            math.exp(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-4
+        )
+        assert math.log(found["word_perplexity"]) * found["words"] == pytest.approx(
+            math.log(found["perplexity"]) * found["tokens"], rel=1e-6
+        )
+    else:
+        assert found["perplexity"] == math.inf and 0 < found["ruled_out"] < 1
+
+
+def test_repetition():
+    measures = lm.repetition([[9, 9, 1, 2, 1, 2], [9, 9, 3, 4, 5, 6]], context=2)
+    assert measures["distinct_1"] == 6 / 8 and measures["distinct_2"] == 5 / 6
+    assert measures["rep_16"] == measures["rep_128"] == 2 / 8
+    far = [7, *range(20, 40), 7]
+    assert lm.repetition([far], context=1)["rep_16"] == 0 and lm.repetition([far], context=1)["rep_128"] == 1 / 21
+
+
+def test_wrong_values_name_the_setting(data, tmp_path):
+    for changes, message in [
+        ({"architecture": "t5"}, "architecture='t5'.*gpt2 or llama"),
+        ({"heads": 3}, "heads=3 .*divisor of width=32"),
+        ({"architecture": "llama", "dropout": 0.1}, "llama has no dropout"),
+        ({"model": "x"}, "vocabulary=320.*left out with a pretrained model"),
+        ({"prompt": 24}, "prompt=24.*block - 1 = 23"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            settings(data, tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=r"must contain \{split\}"):
+        lm.main(settings("text.txt", tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match="HF_ENTMAX_DATA"):
+        lm.main(settings("no/{split}.txt", tmp_path / "run"))
+    (tmp_path / "valid.txt").write_bytes(b"fine\nb\xffd\n")
+    with pytest.raises(ValueError, match=r"valid\.txt:2: not UTF-8"):
+        lm.main(settings(data, tmp_path / "run"))
+    (tmp_path / "valid.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"valid\.txt: there is nothing in it"):
+        lm.main(settings(data, tmp_path / "run"))
+    (tmp_path / "valid.txt").write_text("A dog sat .\n")
+    (tmp_path / "train.txt").write_text("A dog sat .\n")
+    with pytest.raises(ValueError, match="shorter than one block of 24"):
+        lm.main(settings(data, tmp_path / "run"))
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_records_with_text(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "One.\\nTwo."}\n{"text": "Three."}\n')
+    assert read_text(str(tmp_path / "t.jsonl")) == ["One.\nTwo.", "Three."]
+    with pytest.raises(ValueError, match="no story; it has text"):
+        read_text(str(tmp_path / "t.jsonl"), "story")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(data, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = settings(data, "", dropout=0.0, attention="learned", output_alpha=1.5, train_tokens=800, samples=2)
+    names = (
+        "data",
+        "vocabulary",
+        "width",
+        "heads",
+        "layers",
+        "block",
+        "prompt",
+        "samples",
+        "batch_size",
+        "epochs",
+        "lr",
+    )
+    words = [
+        f"--{name}={getattr(given, name)}" for name in (*names, "dropout", "attention", "output_alpha", "train_tokens")
+    ]
+    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for out, launcher in (("one", [sys.executable]), ("two", several)):
+        command = [*launcher, str(RECIPES / "language_modeling.py"), *words, "--out", str(tmp_path / out)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+    logs = [[json.loads(x) for x in (tmp_path / out / "log.jsonl").read_text().splitlines()] for out in ("one", "two")]
+    losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
+    assert len(losses[0]) > 3 and losses[1] == pytest.approx(losses[0], rel=2e-4)
+    results = [json.loads((tmp_path / out / "result.json").read_text()) for out in ("one", "two")]
+    assert results[1]["processes"] == 2
+    for name in ("epsilon_perplexity", "word_epsilon_perplexity", "support_size", "density"):
+        assert results[1][name] == pytest.approx(results[0][name], rel=2e-3)
+
+
+def test_the_configuration_is_right():
+    path = RECIPES / "configs" / "language_modeling_wikitext2.yaml"
+    given = parse(
+        lm.Settings, lm.__doc__, ["--config", str(path), "--out", "x", "--architecture", "llama", "--dropout", "0"]
+    )
+    assert given.architecture == "llama" and "{split}" in given.data
+
+
+@pytest.mark.skipif("HF_ENTMAX_DATA" not in os.environ, reason="needs the real WikiText-2: set HF_ENTMAX_DATA")
+def test_wikitext_has_the_words_that_everybody_counts():
+    lines = read_text("lm/wikitext-2/test.txt.gz")
+    assert len(lines) == 4358 and sum(len(line.split()) + 1 for line in lines) == 245_569
