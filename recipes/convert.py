@@ -294,7 +294,10 @@ def write_curve(run: Run) -> None:
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> float:
-    """BLEU points, or percent of perplexity (with epsilon, so that it is finite for sparse outputs too)."""
+    """BLEU points, or percent of perplexity (with epsilon: finite for sparse outputs too), against the model given.
+
+    Training on gains something by itself: what sparsity costs is the difference to the control's loss.
+    """
     if "bleu" in before:
         return before["bleu"] - after["bleu"]
     return 100 * (after["epsilon_perplexity"] / before["epsilon_perplexity"] - 1)

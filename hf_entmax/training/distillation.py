@@ -64,8 +64,8 @@ def logit_distillation(
     if not len(own):
         return student.sum() * 0.0
     if alpha == 1.0:  # the same value, without solving for thresholds that are known
-        logs = (torch.log_softmax(scores, dim=-1) for scores in (own, other))
-        loss = F.kl_div(*logs, log_target=True, reduction="batchmean")
+        target = torch.log_softmax(other, dim=-1)
+        loss = F.kl_div(torch.log_softmax(own, dim=-1), target, log_target=True, reduction="batchmean")
     else:
         loss = entmax_loss(own, torch.softmax(other, dim=-1), alpha)
     return loss * temperature**2
