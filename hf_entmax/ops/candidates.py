@@ -88,13 +88,23 @@ def _total_and_slope(y: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
             return y.sum(-1, keepdim=True), y.count_nonzero(-1)[:, None].to(y.dtype)
         if u == 0.5:
             y.mul_(0.5).add_(1.0).clamp_(min=0.0)
-            return torch.einsum("nk,nk->n", y, y)[:, None], y.sum(-1, keepdim=True)
+            return torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_(), y.sum(-1, keepdim=True)
     probs = expq(y, u)
     if isinstance(u, Tensor):
         # 0 times -inf is no number: a row at alpha = 1 that has an impossible entry.
         y.clamp_(min=torch.finfo(y.dtype).min)
     base = y.mul_(u).add_(1.0).clamp_(min=torch.finfo(y.dtype).tiny)
     return probs.sum(-1, keepdim=True), probs.div_(base).sum(-1, keepdim=True)
+
+
+def _newton_gap(ratio: Tensor, u: float | Tensor) -> Tensor:
+    """``(1 - ratio^-u) / u``, with its limit ``log ratio`` at ``u = 0`` and, where that is no norm, for ``u > 1``."""
+    log = ratio.log()
+    if isinstance(u, Tensor):
+        norm = (u > 0) & (u <= 1)
+        safe = torch.where(norm, u, 1.0)
+        return torch.where(norm, torch.expm1(-safe * log) / -safe, log)
+    return torch.expm1(-u * log) / -u if 0 < u <= 1 else log
 
 
 def solve_shift(
@@ -108,8 +118,9 @@ def solve_shift(
 ) -> Tensor:
     """Find the shift ``c`` of rows whose largest entry is 0: ``sum_i [1 + u (z_i - c)]_+ ^ (1/u) = mass``.
 
-    Newton on ``log sum p`` (exact in one step at ``u = 0``, quadratic for ``u <= 1``) inside a bracket, bisecting
-    whenever a step would leave it (which happens for ``u > 1`` only).
+    Newton on the norm ``(sum p)^u`` of ``[1 + u (z - c)]_+``, which is convex in ``c`` for ``u <= 1`` and a straight line
+    where all entries are equal: from a lower bound it never overshoots. Its limit at ``u = 0`` is ``log sum p``, with which
+    ``u > 1`` is solved too, inside a bracket, bisecting whenever a step would leave it.
 
     Args:
         centred: ``[n, K]``, float32 or float64, ``-inf`` where there is no entry.
@@ -134,7 +145,7 @@ def solve_shift(
         enough = 0.1 * math.sqrt(eps)
     for _ in range(MAX_STEPS):
         total, slope = _total_and_slope(centred - shift, u)
-        step = (total / mass).log_() * total / slope
+        step = _newton_gap(total / mass, u) * total / slope
         proposal = shift + step
         # NaN (a row that holds one) must not keep the other rows waiting.
         lost = step != step
@@ -297,7 +308,7 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
     # Rows are many and long, their sums are few: float64 costs nothing there, where there is float64.
     exact = wide if scores.device.type == "mps" else torch.float64
     # p.(z - m): 0 * -inf, an impossible candidate, counts 0.
-    mean = torch.einsum("nk,nk->n", probs, centred.clamp_(min=torch.finfo(wide).min / length))[:, None]
+    mean = torch.linalg.vecdot(probs, centred.clamp_(min=torch.finfo(wide).min / length))[:, None]
     conjugate = ((shift.to(exact) + u * mean.to(exact)) / (1.0 + u)).squeeze(-1)
     conjugate = conjugate.masked_fill(impossible.squeeze(-1), 0.0) if any_impossible else conjugate
     if columns is not None:

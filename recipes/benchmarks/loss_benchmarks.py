@@ -3,9 +3,10 @@
     python recipes/benchmarks/loss_benchmarks.py                          # 128k classes, 2048 rows: six minutes on two cores
     python recipes/benchmarks/loss_benchmarks.py --classes 8000 --rows 256 --dimension 64 --out /tmp/losses.csv
 
-Two kinds of logits: *flat* (normal with deviation 1, an untrained model) and *trained* (eight classes of every row lead by 4
-to 14, the label mostly among them). Losses and gradients are compared with float64 on some of the rows before anything is
-timed; implementations take turns; medians and quantiles are written.
+Three kinds of logits: *flat* (normal with deviation 1, an untrained model), *frequency* (every row knows little more than how
+frequent the classes are, the k-th as 1/k: a model early in training, hundreds of classes remain possible) and *trained*
+(eight classes of every row lead by 4 to 14, the label mostly among them). Losses and gradients are compared with float64 on
+some of the rows before anything is timed; implementations take turns; medians and quantiles are written.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hf_entmax.bench.timing import interleaved_times, peak_memory, quantile
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
 
 CHECKED_ROWS = 8
+KINDS = ("flat", "frequency", "trained")
 LOGIT_ALPHAS = (1.5, 2.0, 1.33, 1.2, 1.05, 1.0)
 LINEAR_ALPHAS = (1.5, 2.0, 1.0)
 TIME_TARGETS, MEMORY_TARGET = {"logits": 1.2, "linear": 1.3}, 0.25
@@ -44,7 +46,7 @@ class Problem:
 
 
 def make_problem(kind: str, form: str, rows: int, classes: int, dimension: int, device: str) -> Problem:
-    """Flat or trained-like logits, seed 0."""
+    """Logits of a kind, seed 0."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(classes, (rows,), generator=generator)
     leaders = torch.randint(classes, (rows, 8), generator=generator)
@@ -52,14 +54,19 @@ def make_problem(kind: str, form: str, rows: int, classes: int, dimension: int, 
     learned = torch.rand(rows, generator=generator) < 0.8
     leaders[learned, 0] = labels[learned]
     lead = torch.linspace(14.0, 4.0, 8)
+    frequency = -torch.arange(1.0, classes + 1).log()[torch.randperm(classes, generator=generator)]
     if form == "logits":
         logits = torch.randn(rows, classes, generator=generator)
         if kind == "trained":
             logits.scatter_add_(1, leaders, lead.expand(rows, 8))
+        elif kind == "frequency":
+            logits = logits.mul_(0.5).add_(frequency)
         return Problem(logits.to(device).requires_grad_(), None, labels.to(device))
     weight = torch.randn(classes, dimension, generator=generator) / dimension**0.5
     hidden = torch.randn(rows, dimension, generator=generator)
-    if kind == "trained":
+    if kind == "frequency":  # one dimension holds how frequent a class is
+        weight[:, 0], hidden[:, 0] = frequency, 1.0
+    elif kind == "trained":
         hidden += torch.einsum("k,nkd->nd", lead, weight[leaders])
     return Problem(hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device))
 
@@ -193,7 +200,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds per case")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--forms", nargs="+", choices=["logits", "linear"], default=["logits", "linear"])
-    parser.add_argument("--kinds", nargs="+", choices=["flat", "trained"], default=["flat", "trained"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, help="default: results/losses-DEVICE.csv beside this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
