@@ -53,7 +53,14 @@ Pairs = list[tuple[str, str]]
 
 FIELDS = (
     *("attention", "output_alpha", "mapping_options", "seed", "data", "bleu", "chrf", "dev_bleu", "tests"),
-    *("density_encoder_self", "density_cross", "density_decoder_self", "js_encoder_self", "js_cross", "js_decoder_self"),
+    *(
+        "density_encoder_self",
+        "density_cross",
+        "density_decoder_self",
+        "js_encoder_self",
+        "js_cross",
+        "js_decoder_self",
+    ),
     *("support_encoder_self", "support_cross", "support_decoder_self", "optimal", "exhaustive", "certificates_of"),
     *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
 )
@@ -159,9 +166,7 @@ def encode(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[str, l
     sources = tokenizer([source for source, _ in pairs])["input_ids"]
     targets = tokenizer(text_target=[target for _, target in pairs])["input_ids"]
     examples = [
-        {"input_ids": s, "labels": t}
-        for s, t in zip(sources, targets, strict=True)
-        if max(len(s), len(t)) <= longest
+        {"input_ids": s, "labels": t} for s, t in zip(sources, targets, strict=True) if max(len(s), len(t)) <= longest
     ]
     return examples, len(pairs) - len(examples)
 
@@ -239,7 +244,9 @@ def head_statistics(model: Any, examples: list[dict[str, list[int]]], collator: 
 
 def main(settings: Settings) -> None:
     train, dev = (read_pairs(where, settings.source, settings.target) for where in (settings.train, settings.dev))
-    tests = {Path(where).name.split(".")[0]: read_pairs(where, settings.source, settings.target) for where in settings.test}
+    tests = {
+        Path(where).name.split(".")[0]: read_pairs(where, settings.source, settings.target) for where in settings.test
+    }
     if settings.smoke:
         train, dev, tests = train[:200], dev[:8], {name: pairs[:8] for name, pairs in tests.items()}
     shown = dev[: settings.dev_sentences or None]
@@ -277,7 +284,8 @@ def main(settings: Settings) -> None:
     training.fit()
     best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
     scores = {
-        name: translate(best, pairs, tokenizer, run, settings.max_tokens, settings.beams) for name, pairs in tests.items()
+        name: translate(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
+        for name, pairs in tests.items()
     }
     first = next(iter(scores.values()))
     measures: dict[str, Any] = {
@@ -294,7 +302,9 @@ def main(settings: Settings) -> None:
         pairs = next(iter(tests.values()))[: settings.certificates]
         measures |= certificates(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
-    finish(run, FIELDS, measures, task="translation", data=Path(settings.train).parent.name, main_measures=["bleu", "chrf"])
+    finish(
+        run, FIELDS, measures, task="translation", data=Path(settings.train).parent.name, main_measures=["bleu", "chrf"]
+    )
 
 
 if __name__ == "__main__":
