@@ -38,7 +38,7 @@ from transformers import DataCollatorForSeq2Seq as Collator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hf_entmax  # noqa: F401 - patched checkpoints load only with it
+import hf_entmax
 from common.batches import Batches
 from common.data import find, read_rows
 from common.finish import check_finish, finish
@@ -195,6 +195,15 @@ def build_model(settings: Settings, tokenizer: Any, longest: int) -> BartForCond
     return make_sparse(model, settings)
 
 
+def kind_of(model: Any) -> dict[str, Any]:
+    """Attention and output of a finished model, in the words of the settings."""
+    if not hf_entmax.is_patched(model):
+        return {"attention": "softmax", "output_alpha": 1.0}
+    config = hf_entmax.entmax_config(model)
+    attention = config.alpha if config.mapping == "entmax" else config.mapping
+    return {"attention": "softmax" if attention == 1.0 else attention, "output_alpha": config.output_alpha or 1.0}
+
+
 # --- 3. Measures -------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +289,7 @@ def main(settings: Settings) -> None:
     if settings.ensemble:
         tokenizer = AutoTokenizer.from_pretrained(settings.ensemble[0])
         members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in settings.ensemble]
+        measures |= kind_of(members[0])
     else:
         set_seed(settings.seed)
         tokenizer = build_tokenizer(train)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common.batches import Batches
 from common.data import read_pairs
 from common.finish import check_finish, finish
+from common.heads import head_statistics
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
-from hf_entmax.analysis import collect
 from hf_entmax.generation import beam_search
 
 Pairs = list[tuple[str, str]]
@@ -223,22 +222,6 @@ def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: in
     }
 
 
-def head_statistics(model: Any, examples: list[dict[str, list[int]]], collator: Any, run: Run) -> dict[str, float]:
-    """Mean density, support and Jensen-Shannon diversity of the heads per site (C19 figs. 4 and 6), on dev."""
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for start in range(0, len(examples), 32):
-            yield dict(collator(examples[start : start + 32]).to(run.accelerator.device))
-
-    found = collect(model, list(batches()), groups=["sparsity", "diversity"], progress=False)
-    measures = {}
-    for site, density in found.density.items():
-        measures[f"density_{site}"] = round(float(density.nanmean()), 4)
-        measures[f"support_{site}"] = round(float(found.mean_support[site].nanmean()), 3)
-        measures[f"js_{site}"] = round(float(found.head_diversity[site].nanmean()), 4)
-    return measures
-
-
 # --- 3. One run --------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +238,7 @@ def main(settings: Settings) -> None:
     set_seed(settings.seed)
     if settings.model:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model)
+        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer(train, settings.vocabulary)
         model = build_model(settings, len(tokenizer))
@@ -296,8 +279,11 @@ def main(settings: Settings) -> None:
         "chrf": round(first["chrf"], 2),
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),
         "mapping_options": settings.mapping_options,
-        **head_statistics(best, encode(shown, tokenizer, settings.max_tokens)[0], collator, run),
     }
+    shown_examples, _ = encode(shown, tokenizer, settings.max_tokens)
+    parts = (shown_examples[start : start + 32] for start in range(0, len(shown_examples), 32))
+    heads = head_statistics(best, (dict(collator(part).to(run.accelerator.device)) for part in parts))
+    measures |= {name: value for name, value in heads.items() if name in FIELDS}
     if settings.certificates:
         pairs = next(iter(tests.values()))[: settings.certificates]
         measures |= certificates(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import jinja2
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_entmax._version import __version__
@@ -92,8 +94,7 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID") -> str:
         patched = sum("entmax_norm" in site.module._modules for site in own)
         value = config.mapping
         if name in table:
-            known = table[name][~table[name].isnan()]
-            value = f"{known.min():.3f} / {known.median():.3f} / {known.max():.3f}"
+            value = _range_in_words(table[name])
         heads = sorted({site.num_heads for site in own})
         rows.append(
             {
@@ -140,6 +141,14 @@ def write_model_card(model: PreTrainedModel, directory: str | os.PathLike[str]) 
             return None
     path.write_text(model_card(model), encoding="utf-8")
     return path
+
+
+def _range_in_words(alphas: Tensor) -> str:
+    """Smallest, median and largest alpha; those of a sharded model are on several processes, and one writes the card."""
+    if isinstance(alphas, DTensor):
+        return "of a sharded model: not read"
+    known = alphas[~alphas.isnan()]
+    return f"{known.min():.3f} / {known.median():.3f} / {known.max():.3f}"
 
 
 def _mapping_in_words(mapping: str, alpha: str | float) -> str:

@@ -200,8 +200,10 @@ class Training:
             model = self.run.whole(self.model)
             measures = self.evaluate(model)
         self.model.train()
-        if measures["score"] > progress.best:
-            progress.best, progress.best_step, progress.worse = measures["score"], progress.step, 0
+        # A first score that is no number must not leave the run without a model.
+        if measures["score"] > progress.best or not progress.best_step:
+            best = measures["score"] if measures["score"] > -math.inf else -math.inf
+            progress.best, progress.best_step, progress.worse = best, progress.step, 0
             self.run.save_model(model, self.tokenizer)
         else:
             progress.worse += 1

@@ -326,3 +326,19 @@ def test_push_to_hub_uploads_weights_configuration_and_card(tmp_path, monkeypatc
     weights = safetensors.torch.load(uploaded["model.safetensors"])
     assert sum("entmax_norm" in k for k in weights) == 6
     assert "| encoder_self | 2 | 4 | all layers |" in uploaded["README.md"].decode()
+
+
+def test_the_card_of_a_sharded_model_does_not_read_its_alphas():
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    from hf_entmax.integration.card import _range_in_words
+
+    values = torch.tensor([[1.1, float("nan")], [1.5, 1.3]])
+    assert _range_in_words(values) == "1.100 / 1.300 / 1.500"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(values, DeviceMesh("cpu", [0]), [Replicate()])
+        assert "sharded" in _range_in_words(sharded)
+    finally:
+        torch.distributed.destroy_process_group()
