@@ -5,6 +5,8 @@ Functions take ``rows`` and ``cols`` expanded to two dimensions, so that a tile 
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportRedeclaration=false
+# Some releases of Triton declare that a kernel called by a kernel never returns.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
