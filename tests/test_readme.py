@@ -1,5 +1,7 @@
 """Every code block of the README runs, in order, each file in one namespace and one directory."""
 
+import dataclasses
+import importlib
 import re
 import shlex
 import subprocess
@@ -92,6 +94,13 @@ def test_shell_lines(line, tmp_path):
         assert words[0] in ("python", "accelerate"), f"nothing checks {line!r}"
         scripts = [w for w in words if w.endswith(".py")]
         assert scripts and all((ROOT / script).exists() for script in scripts)
+        if "--config" in words:
+            sys.path.insert(0, str(ROOT / "recipes"))
+            settings = importlib.import_module(Path(scripts[0]).stem).Settings
+            known = {f"--{field.name}" for field in dataclasses.fields(settings)} | {"--config"}
+            assert {w.split("=")[0] for w in words if w.startswith("--")} <= known
+        configs = [w for w in words if w.endswith(".yaml")]
+        assert all((ROOT / config).exists() for config in configs)
 
 
 def test_files_and_figures_that_the_readme_names_exist():
