@@ -373,10 +373,12 @@ def heads() -> list[str]:
     return [
         "## What the heads of the translation models do (Correia et al. 2019, section 5)",
         "",
-        "The softmax and the learned-alpha model of the translation table (seed 0), on both test sets of Multi30k and the German "
-        "questions of Tatoeba's dev and test sets, which these models were not trained for; syntax on the German PUD treebank, "
-        "alignment on 100 gold-aligned sentences of Europarl, far from captions: compare the models, not with other work. In "
-        "brackets the layer and head.",
+        "The softmax and the learned-alpha model of the translation table (seed 0), on 800 captions of Multi30k's test set of "
+        "2016 and 600 German questions of Tatoeba's dev and test sets, which these models were not trained for; syntax on the "
+        "German PUD treebank, alignment on 100 gold-aligned sentences of Europarl, far from captions: compare the models, not "
+        "with other work. In brackets the layer and head. Correia et al. report, for models ten times as large, previous-token "
+        "heads of 93.5 (softmax) to 95.9 % (learned), subword-merging heads of 83 to 90 % and a question-mark head of 97 to "
+        "99.5 %; heads of such a kind have not formed here.",
         "",
         *table(["model", "site", "alpha", "density, %", "nonzeros", "JS diversity"], lines),
         *table(["best head for, %", *models], best),
@@ -385,7 +387,7 @@ def heads() -> list[str]:
         "![Diversity of the heads](figures/heads_diversity.png)",
         "",
         "    hf-entmax analyze LEARNED --compare SOFTMAX --data SENTENCES.tsv --conllu de_pud-ud-test.conllu.gz "
-        "--alignments de-en.jsonl.gz --language de --max-sentences 3000 --out report",
+        "--alignments de-en.jsonl.gz --language de --max-sentences 1400 --out report",
         "",
     ]
 
