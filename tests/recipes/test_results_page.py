@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import results_page  # noqa: E402
+import results_page
 
 
 def test_the_committed_page_is_what_the_rows_give():
