@@ -284,7 +284,7 @@ def _write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows({key: "" if value is None else value for key, value in row.items()} for row in rows)
 
