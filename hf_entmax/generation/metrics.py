@@ -135,13 +135,18 @@ def position_metrics(
     flat = logits.reshape(-1, classes)
     for rows in where.split(max(1, (1 << 22) // max(classes, 1))):
         solution = solve_rows(flat[rows], alpha - 1.0)
-        probs, targets = solution.probs, labels[rows][:, None]
-        if solution.columns is None:
-            reached = probs.gather(1, targets).squeeze(-1)
+        probs, targets = solution.probs, labels[rows]
+        if solution.rows is None:
+            reached = probs.gather(1, targets[:, None]).squeeze(-1)
+            squares, support = probs.square().sum(-1), (probs > 0).sum(-1)
         else:
-            reached = torch.where(solution.columns == targets, probs, 0.0).sum(-1)
-        score = reached + 0.5 * (1.0 - probs.square().sum(-1))
-        columns = (_epsilon_log(reached, epsilon, classes), score, _divergence(reached), (probs > 0).sum(-1))
+            hit = torch.where(solution.columns == targets[solution.rows], probs, 0.0)
+            reached, squares = probs.new_zeros((2, rows.numel())).unbind(0)
+            reached.index_add_(0, solution.rows, hit)
+            squares.index_add_(0, solution.rows, probs.square())
+            support = torch.bincount(solution.rows, minlength=rows.numel())
+        score = reached + 0.5 * (1.0 - squares)
+        columns = (_epsilon_log(reached, epsilon, classes), score, _divergence(reached), support)
         result[rows] = torch.stack([column.float() for column in columns], dim=-1)
     return result.view(*shape, 4)
 

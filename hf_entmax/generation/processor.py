@@ -23,11 +23,10 @@ def log_entmax(scores: Tensor, alpha: float) -> Tensor:
     """
     solution = solve_rows(scores, alpha - 1.0)
     logs = solution.probs.log()
-    if solution.columns is not None:
-        row, place = (solution.probs > 0).nonzero(as_tuple=True)
-        found = logs[row, place]
-        logs = logs.new_full(scores.shape, -math.inf)
-        logs[row, solution.columns[row, place]] = found
+    if solution.rows is not None:
+        found = logs
+        logs = found.new_full(scores.shape, -math.inf)
+        logs[solution.rows, solution.columns] = found
     return logs.to(scores.dtype)
 
 

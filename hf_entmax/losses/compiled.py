@@ -13,14 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_entmax.losses.rows import (
-    alpha_minus_one,
-    compute_dtype,
-    dense_residual,
-    exact_dtype,
-    row_losses,
-    rows_per_block,
-)
+from hf_entmax.losses.blocks import BatchLosses, row_blocks, write_residuals
+from hf_entmax.losses.rows import compute_dtype, exact_dtype
 from hf_entmax.losses.targets import check_alpha, check_labels
 
 
@@ -68,29 +62,11 @@ def entmax_losses(
         ValueError: for labels or alpha out of range.
     """
     target, keep, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
-    rows, length = logits.shape
-    wide = compute_dtype(logits.dtype)
-    losses = torch.empty(rows, dtype=exact_dtype(logits), device=logits.device)
-    slopes = torch.empty_like(losses if slope else losses[:0])
-    solved = torch.empty(3, rows, 1, dtype=wide, device=logits.device)
-    dead = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    size = rows_per_block(logits.device, length)
-    for start in range(0, rows, size):
-        block = slice(start, min(start + size, rows))
-        result = row_losses(
-            logits[block],
-            target[block],
-            alpha_minus_one(one, per_row, block, wide),
-            keep=None if keep is None else keep[block],
-            smoothing=smoothing,
-            need_alpha_slope=slope,
-        )
-        losses[block], dead[block] = result.losses, result.dead
-        solution = result.solution
-        solved[0, block], solved[1, block], solved[2, block] = solution.maximum, solution.shift, solution.scale
-        if result.alpha_slopes is not None:
-            slopes[block] = result.alpha_slopes
-    return losses, slopes, solved, dead
+    batch = BatchLosses(logits, need_slope=slope)
+    for _ in batch.run(logits, target, keep, one, per_row, smoothing):
+        pass
+    slopes = batch.losses.new_empty(0) if batch.slopes is None else batch.slopes
+    return batch.losses, slopes, batch.solved, batch.dead
 
 
 @entmax_losses.register_fake
@@ -99,7 +75,7 @@ def _(
 ):
     rows = logits.shape[0]
     losses = logits.new_empty(rows, dtype=exact_dtype(logits))
-    solved = logits.new_empty((3, rows, 1), dtype=compute_dtype(logits.dtype))
+    solved = losses.new_empty(3, rows, 1)
     return losses, losses.new_empty(rows if slope else 0), solved, logits.new_empty(rows, dtype=torch.bool)
 
 
@@ -122,24 +98,9 @@ def entmax_loss_gradient(
 ) -> Tensor:
     """``grad (p - q)`` ``[N, V]``; arguments and results of :func:`entmax_losses`."""
     target, _, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
-    rows, length = logits.shape
-    weight = grad.masked_fill(dead, 0.0)[:, None].to(solved.dtype)
+    weight = grad.masked_fill(dead, 0.0)[:, None].to(compute_dtype(logits.dtype))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    size = rows_per_block(logits.device, length)
-    for start in range(0, rows, size):
-        block = slice(start, min(start + size, rows))
-        u = alpha_minus_one(one, per_row, block, solved.dtype)
-        maximum, shift, scale = solved[:, block].unbind(0)
-        dense_residual(
-            logits[block],
-            (maximum, shift, scale),
-            u,
-            target[block],
-            weight[block],
-            dead[block],
-            smoothing,
-            out=out[block],
-        )
+    write_residuals(row_blocks(logits), logits, solved, one, per_row, target, weight, dead, smoothing, out)
     return out
 
 

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_entmax.losses.blocks import BatchLosses, write_residuals
 from hf_entmax.losses.compiled import entmax_losses
-from hf_entmax.losses.rows import (
-    alpha_minus_one,
-    compute_dtype,
-    dense_residual,
-    exact_dtype,
-    row_losses,
-    rows_per_block,
-    sparse_residual,
-)
+from hf_entmax.losses.rows import compute_dtype, sparse_residual
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options, check_shapes
 
 
@@ -35,46 +28,26 @@ class EntmaxLossFunction(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         """``logits`` ``[N, V]``, ``target`` ``[N]`` or ``[N, V]``, ``alpha`` ``[N]`` or a scalar with its ``number``."""
-        need_logits, need_slope = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        rows, length = logits.shape
-        wide = compute_dtype(logits.dtype)
-        losses = torch.empty(rows, dtype=exact_dtype(logits), device=logits.device)
-        dead = torch.empty(rows, dtype=torch.bool, device=logits.device)
-        slopes = torch.empty_like(losses) if need_slope else None
-        solved = losses.new_empty(3, rows, 1, dtype=wide)
+        length = logits.shape[1]
+        batch = BatchLosses(logits, need_slope=ctx.needs_input_grad[3])
         dense: list[slice] = []
         places: list[Tensor] = []
         values: list[Tensor] = []
-        size = rows_per_block(logits.device, length)
-        for start in range(0, rows, size):
-            block = slice(start, min(start + size, rows))
-            result = row_losses(
-                logits[block],
-                target[block],
-                alpha_minus_one(number, alpha, block, wide),
-                keep=None if keep is None else keep[block],
-                smoothing=smoothing,
-                need_alpha_slope=need_slope,
-            )
-            losses[block], dead[block] = result.losses, result.dead
-            if slopes is not None:
-                slopes[block] = result.alpha_slopes  # type: ignore[assignment]
-            if not need_logits:
+        for block, result in batch.run(logits, target, keep, number, alpha, smoothing):
+            if not ctx.needs_input_grad[0]:
                 continue
-            solution = result.solution
-            if solution.columns is None or target.dim() == 2:
+            if result.solution.rows is None or target.dim() == 2:
                 dense.append(block)
-                solved[0, block], solved[1, block], solved[2, block] = solution.maximum, solution.shift, solution.scale
             else:
                 row, column, value = sparse_residual(result, target[block], smoothing)
-                places.append((row + start) * length + column)
+                places.append((row + block.start) * length + column)
                 values.append(value)
         ctx.dense, ctx.smoothing, ctx.number = dense, smoothing, number
         ctx.shape, ctx.dtype, ctx.alpha_dtype = logits.shape, logits.dtype, None if alpha is None else alpha.dtype
         sparse = (torch.cat(places), torch.cat(values)) if places else (None, None)
-        again = (logits, target, solved) if dense else (None, None, None)
-        ctx.save_for_backward(dead, slopes, *sparse, *again, alpha if dense and number is None else None)
-        return losses
+        again = (logits, target, batch.solved) if dense else (None, None, None)
+        ctx.save_for_backward(batch.dead, batch.slopes, *sparse, *again, alpha if dense and number is None else None)
+        return batch.losses
 
     @staticmethod
     @once_differentiable
@@ -93,16 +66,9 @@ class EntmaxLossFunction(torch.autograd.Function):
                 grad_logits = spread.repeat(1, length)
             else:
                 grad_logits = weight.new_zeros(rows, length, dtype=ctx.dtype)
-            for block in ctx.dense:
-                dense_residual(
-                    logits[block],
-                    solved[:, block].unbind(0),
-                    alpha_minus_one(ctx.number, alpha, block, solved.dtype),
-                    target[block],
-                    weight[block],
-                    dead[block],
-                    ctx.smoothing,
-                    out=grad_logits[block],
+            if ctx.dense:
+                write_residuals(
+                    ctx.dense, logits, solved, ctx.number, alpha, target, weight, dead, ctx.smoothing, grad_logits
                 )
             if places is not None:
                 change = values - ctx.smoothing / length if ctx.smoothing else values

@@ -68,7 +68,7 @@ class _Gradients:
         layer, smoothing, classes = self.layer, self.layer.smoothing, self.layer.weight.shape[0]
         weight = weight.masked_fill(result.dead[:, None], 0.0)
         capped = layer.softcap
-        if result.solution.columns is not None and target.dim() == 1 and not (smoothing and capped is not None):
+        if result.solution.rows is not None and target.dim() == 1 and not (smoothing and capped is not None):
             row, column, value = sparse_residual(result, target, smoothing)
             used, column = column.unique(return_inverse=True)
             if used.numel() <= COLUMN_SHARE * classes:
@@ -82,7 +82,7 @@ class _Gradients:
                     self._add_constant(block, hidden, weight * (-smoothing / classes))
                 return
         solution = result.solution
-        if solution.columns is None:
+        if solution.rows is None:
             residual = subtract_target_(solution.probs.mul_(weight), target, weight, result.dead, smoothing)
         else:
             residual = torch.empty(logits.shape, dtype=solution.maximum.dtype, device=logits.device)

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from hf_entmax.ops.candidates import RowSolution, dense_probs, solve_rows
 
-# Rows are handled in blocks of about so many logits: small enough for the caches of a CPU, large enough to fill a GPU.
-BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-
 
 @dataclasses.dataclass
 class RowLosses:
@@ -41,18 +38,6 @@ def exact_dtype(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
-def rows_per_block(device: torch.device, length: int) -> int:
-    """How many rows of ``length`` logits are worked on at a time."""
-    return max(1, BLOCK_ELEMENTS.get(device.type, 1 << 24) // max(length, 1))
-
-
-def alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
-    """``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
-    if number is not None:
-        return number - 1.0
-    return (alpha[block].to(dtype) - 1.0)[:, None]  # type: ignore[index]
-
-
 def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
     r"""Tsallis entropy along the last dimension, Shannon's (in nats) at ``alpha = 1``.
 
@@ -74,6 +59,11 @@ def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
 
 def tsallis_entropy_slope(probs: Tensor, u: float | Tensor) -> Tensor:
     """The derivative of :func:`tsallis_entropy` in ``alpha`` at fixed ``probs``, ``[...]``, stable at ``u = 0``."""
+    return _entropy_slope_terms(probs, u).sum(-1)
+
+
+def _entropy_slope_terms(probs: Tensor, u: float | Tensor) -> Tensor:
+    """What each probability adds to :func:`tsallis_entropy_slope`."""
     log_probs = _log_or_zero(probs)
     x = u * log_probs
     near = x.abs() < 0.5
@@ -83,9 +73,17 @@ def tsallis_entropy_slope(probs: Tensor, u: float | Tensor) -> Tensor:
         series = series * x + (j + 1) / math.factorial(j + 2)
     far = torch.where(near, 1.0, x)
     ratio = torch.where(near, series, (far * far.exp() - far.expm1()) / far.square())
-    size = 1.0 + _squeeze(u)
-    first = (probs * log_probs.square() * ratio).sum(-1) / size
-    return (probs * _expm1_ratio(log_probs, u)).sum(-1) / (size * size) - first
+    size = 1.0 + u
+    return probs * (_expm1_ratio(log_probs, u) / (size * size) - log_probs.square() * ratio / size)
+
+
+def _entropy_slopes(solution: RowSolution, u: float | Tensor) -> Tensor:
+    """:func:`tsallis_entropy_slope` of solved rows, ``[n]``."""
+    if solution.rows is None:
+        return tsallis_entropy_slope(solution.probs, u)
+    each = u[solution.rows, 0] if isinstance(u, Tensor) else u
+    terms = _entropy_slope_terms(solution.probs, each)
+    return terms.new_zeros(solution.maximum.shape[0]).index_add_(0, solution.rows, terms)
 
 
 def row_losses(
@@ -137,7 +135,7 @@ def row_losses(
     dead = solution.impossible if ignored is None else solution.impossible | ignored
     slopes = None
     if need_alpha_slope:
-        slopes = tsallis_entropy_slope(solution.probs, u)
+        slopes = _entropy_slopes(solution, u)
         if target_slope is not None:
             slopes = slopes - target_slope
         slopes = slopes.masked_fill(dead, 0.0)
@@ -148,26 +146,29 @@ def sparse_residual(result: RowLosses, labels: Tensor, smoothing: float) -> tupl
     """``p - q`` of class indices, away from the columns where it is ``-smoothing / V``.
 
     Args:
-        result: rows solved on candidates, i.e. with ``solution.columns``.
+        result: rows with a sparse solution, i.e. with ``solution.rows``.
         labels: int64 ``[n]``.
         smoothing: as for :func:`row_losses`.
 
     Returns:
-        Row, column and value of the entries, ``[nnz]`` each, sorted by row.
+        Row, column and value of the entries, ``[nnz]`` each, in no particular order.
     """
-    probs, columns = result.solution.probs, result.solution.columns
-    if columns is None:
+    solution = result.solution
+    if solution.rows is None or solution.columns is None:
         raise ValueError("the rows were not solved on candidates: they have no sparse residual.")
-    labels = torch.where(result.dead, 0, labels)[:, None]
-    at_label = (columns == labels) & (probs > 0)
-    missing = ~at_label.any(-1, keepdim=True)
+    at_label = solution.columns == labels[solution.rows]
+    values = solution.probs - (1.0 - smoothing) * at_label.to(solution.probs.dtype)
     # A label outside the support gets an entry of its own.
-    values = torch.cat(
-        (probs - (1.0 - smoothing) * at_label.to(probs.dtype), (smoothing - 1.0) * missing.to(probs.dtype)), dim=-1
-    )
-    present = torch.cat((probs > 0, missing), dim=-1) & ~result.dead[:, None]
-    row, place = present.nonzero(as_tuple=True)
-    return row, torch.cat((columns, labels), dim=-1)[row, place], values[row, place]
+    missing = torch.ones_like(result.dead)
+    missing[solution.rows[at_label]] = False
+    extra = (missing & ~result.dead).nonzero().squeeze(-1)
+    row = torch.cat((solution.rows, extra))
+    column = torch.cat((solution.columns, labels[extra]))
+    value = torch.cat((values, values.new_full((extra.numel(),), smoothing - 1.0)))
+    if bool(result.dead.any()):
+        alive = ~result.dead[row]
+        row, column, value = row[alive], column[alive], value[alive]
+    return row, column, value
 
 
 def dense_residual(
@@ -187,13 +188,14 @@ def dense_residual(
         solution: ``maximum``, ``shift`` and ``scale`` of the rows, ``[n, 1]`` each.
         u: as for :func:`row_losses`.
         target: as for :func:`row_losses`.
-        weight: ``[n, 1]``.
+        weight: ``[n, 1]``, in the computing dtype.
         dead: bool ``[n]``: rows that get zeros.
         smoothing: as for :func:`row_losses`.
         out: ``[n, V]``, any floating dtype.
     """
     maximum, shift, scale = solution
-    wide = dense_probs(scores, maximum, shift, scale * weight, u, out if out.dtype == maximum.dtype else None)
+    reuse = out if out.dtype == compute_dtype(scores.dtype) else None
+    wide = dense_probs(scores, maximum, shift, (scale * weight).to(weight.dtype), u, reuse)
     subtract_target_(wide, target, weight, dead, smoothing)
     if wide is not out:
         out.copy_(wide)

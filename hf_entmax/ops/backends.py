@@ -108,3 +108,20 @@ def choose(
             f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."
         )
     return module.attention
+
+
+def row_kernel(scores: Tensor) -> ModuleType | None:
+    """Return the module of fused kernels for independent rows of scores, or None where there is none for them.
+
+    There is none on other devices, for float64 and in a graph being traced.
+
+    Args:
+        scores: ``[n, V]``.
+
+    Returns:
+        A module with ``solve_rows`` and ``recompute_rows``, see `hf_entmax.ops.numba_cpu.row_host`.
+    """
+    if torch.compiler.is_compiling() or scores.device.type != "cpu" or not scores.numel():
+        return None
+    module = _kernel("numba")
+    return None if isinstance(module, str) else module.row_kernel(scores)

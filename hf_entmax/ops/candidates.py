@@ -6,16 +6,20 @@ Entries ``z_i <= m + c - 1/u`` are exactly zero, so any lower bound on ``c`` nam
 on a *subset* of a row gives such a bound (fewer terms, a smaller ``c``), and the maxima of blocks of neighbouring
 entries are a subset that comes free with the search for ``m``. One pass over the row therefore leaves a few blocks,
 these leave a few candidates, and Newton's method runs on the candidates alone. Where that does not thin the row out
-(alpha near 1, almost equal scores) the row is solved densely, in a few passes.
+(alpha near 1, almost equal scores) the row is solved densely, in a few passes. On a CPU all of this is one fused kernel
+where numba is installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from hf_entmax.ops.backends import row_kernel
 
 # Below this length a row is solved densely: the search for candidates would cost more than it saves.
 DENSE_LENGTH = 1024
@@ -26,17 +30,20 @@ MAX_STEPS = 100
 
 @dataclasses.dataclass
 class RowSolution:
-    """The entmax of ``n`` rows, all but the entries named in ``columns`` being exactly zero.
+    """The entmax of ``n`` rows of length ``V``: all probabilities, or the ones that are not zero where these are few.
 
     Attributes:
         maximum: ``m``, ``[n, 1]``, float32 or float64; 0 for rows that are ``-inf`` throughout.
-        shift: ``c``, ``[n, 1]``, at least 0: the threshold, in the form that stays finite as alpha -> 1.
+        shift: ``c``, ``[n, 1]``, at least 0: the threshold, in the form that stays finite as alpha -> 1; in float64
+            where it is known so well.
         scale: what the ``p_i`` of that shift are multiplied by to sum to 1 to the last bit, ``[n, 1]``; 0 where
             ``impossible``.
         conjugate: ``max_p p.(z - m) + H(p)`` with the Tsallis entropy ``H`` of the same alpha, ``[n]``,
             in float64 where the device has it.
-        probs: probabilities of the candidates, ``[n, K]``; each row sums to 1, or to 0 where ``impossible``.
-        columns: their positions, int64 ``[n, K]`` (0 where a row has fewer than ``K``), or ``None``: all, in order.
+        probs: probabilities, ``[entries]`` or, where ``rows`` is None, ``[n, V]``; they sum to 1 in each row, or to 0
+            where ``impossible``.
+        rows: int64 ``[entries]``, ascending: the rows of the probabilities that are not zero, or None.
+        columns: int64 ``[entries]``: their positions in the row, or None.
         impossible: bool ``[n]``, True for rows that are ``-inf`` throughout.
     """
 
@@ -45,6 +52,7 @@ class RowSolution:
     scale: Tensor
     conjugate: Tensor
     probs: Tensor
+    rows: Tensor | None
     columns: Tensor | None
     impossible: Tensor
 
@@ -264,7 +272,7 @@ def _solve_softmax(scores: Tensor, maximum: Tensor, impossible: Tensor) -> RowSo
     if bool(impossible.any()):
         shift, scale = shift.masked_fill(impossible, 0.0), scale.masked_fill(impossible, 0.0)
         probs, conjugate = probs.masked_fill_(impossible, 0.0), conjugate.masked_fill(impossible, 0.0)
-    return RowSolution(maximum, shift, scale, conjugate.squeeze(-1), probs, None, impossible.squeeze(-1))
+    return RowSolution(maximum, shift, scale, conjugate.squeeze(-1), probs, None, None, impossible.squeeze(-1))
 
 
 def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
@@ -278,6 +286,8 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
     Returns:
         The solution. Not differentiable. A row that holds NaN or ``+inf`` has NaN probabilities.
     """
+    if (isinstance(u, Tensor) or u > 0) and (kernel := row_kernel(scores)) is not None:
+        return _solve_by_kernel(kernel, scores, u)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     rows, length = scores.shape
     maximum = scores.amax(-1, keepdim=True).to(wide)
@@ -311,12 +321,27 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
     mean = torch.linalg.vecdot(probs, centred.clamp_(min=torch.finfo(wide).min / length))[:, None]
     conjugate = ((shift.to(exact) + u * mean.to(exact)) / (1.0 + u)).squeeze(-1)
     conjugate = conjugate.masked_fill(impossible.squeeze(-1), 0.0) if any_impossible else conjugate
+    row = None
     if columns is not None:
         row, place = probs.nonzero(as_tuple=True)
-        if 2 * row.numel() < probs.numel():
-            packed = _pack(row, columns[row, place], probs[row, place], rows, probs.numel(), 0.0)
-            columns, probs = packed if packed is not None else (columns, probs)
-    return RowSolution(maximum, shift, scale, conjugate, probs, columns, impossible.squeeze(-1))
+        columns, probs = columns[row, place], probs[row, place]
+    return RowSolution(maximum, shift, scale, conjugate, probs, row, columns, impossible.squeeze(-1))
+
+
+def _solve_by_kernel(kernel: ModuleType, scores: Tensor, u: float | Tensor) -> RowSolution:
+    solved = kernel.solve_rows(scores, u)
+    impossible = solved.maximum == -math.inf
+    maximum = solved.maximum.masked_fill_(impossible, 0.0)
+    return RowSolution(
+        maximum,
+        solved.shift,
+        solved.scale,
+        solved.conjugate,
+        solved.probs,
+        solved.rows,
+        solved.columns,
+        impossible.squeeze(-1),
+    )
 
 
 def dense_probs(
@@ -326,13 +351,17 @@ def dense_probs(
 
     Args:
         scores: ``[n, V]``.
-        maximum: ``[n, 1]``, from the solution, in the computing dtype; likewise ``shift``.
-        shift: ``[n, 1]``.
+        maximum: ``[n, 1]``, from the solution.
+        shift: ``[n, 1]``, from the solution.
         scale: ``[n, 1]``; may hold whatever else the probabilities are to be multiplied by.
         u: ``alpha - 1``, a float or ``[n, 1]``.
         out: ``[n, V]`` of the computing dtype, overwritten; allocated by default.
     """
-    out = torch.empty(scores.shape, dtype=maximum.dtype, device=scores.device) if out is None else out
-    torch.sub(scores, maximum, out=out).sub_(shift)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    out = torch.empty(scores.shape, dtype=wide, device=scores.device) if out is None else out
+    if (kernel := row_kernel(scores)) is not None and out.is_contiguous():
+        kernel.recompute_rows(scores, maximum, shift, scale, u, out)
+        return out
+    torch.sub(scores, maximum, out=out).sub_(shift.to(out.dtype))
     out = out.copy_(expq(out, u)) if isinstance(u, Tensor) else expq_(out, u)
     return out.mul_(scale)

@@ -5,6 +5,8 @@ Importing this package imports neither numba nor the kernels; the first call of 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
@@ -38,6 +40,16 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor
     if not torch.compiler.is_compiling() and _peek_interpreter_stack() is not None:
         return "query, key or value is inside a torch.func transform (vmap, grad, jvp), which the numba kernel has no rules for"
     return None
+
+
+def row_kernel(scores: Tensor) -> ModuleType | None:
+    """Return the module `row_host` if it can take these scores ``[n, V]``, else None."""
+    plain = type(scores) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
+    if scores.dtype not in _DTYPES or not plain or _peek_interpreter_stack() is not None:
+        return None
+    from . import row_host
+
+    return row_host
 
 
 def attention(

@@ -67,5 +67,36 @@ RECORD = np.dtype(
     [(name, np.int64) for name in (*_ADDRESSES, *_SIZES)] + [(name, np.float64) for name in _NUMBERS], align=True
 )
 
+#: What the kernels for independent rows are told.
+ROWS_RECORD = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "scores",  # float32 [rows, length], contiguous along the length
+            "score_step",  # its bytes per row
+            "u",  # float64: alpha - 1 of each row
+            "u_step",  # its bytes per row, 0 where all rows share one
+            "maximum",  # float32 [rows], like scale
+            "scale",
+            "shift",  # float64 [rows], like conjugate
+            "conjugate",
+            "counts",  # int64 [rows]: size of the support
+            "slots",  # slot_bytes per row: columns int32, then weights float32
+            "slot_bytes",
+            "offsets",  # int64 [rows]: where the entries of a row go, or 0 for dense rows
+            "row_index",  # int64 [entries], like columns
+            "columns",
+            "out",  # float32 [entries] or [rows, length]
+            "scratch",
+            "scratch_bytes",
+            "counters",  # int64: next group, next thread
+            "group",  # rows taken at a time
+            "rows",
+            "length",
+        )
+    ],
+    align=True,
+)
+
 #: The value of ``progress`` for a finished item.
 DONE = 1 << 40

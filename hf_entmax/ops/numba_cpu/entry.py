@@ -5,8 +5,10 @@ Each is a closure over ``version`` so that the number becomes part of Numba's ca
 
 from __future__ import annotations
 
+from .arguments import RECORD, ROWS_RECORD
 from .backward import run_backward, run_bias_gradient
 from .forward import run_forward
+from .rows import run_recompute, run_solve, run_write
 
 
 def _forward(version: int):
@@ -33,4 +35,36 @@ def _bias_gradient(version: int):
     return entry
 
 
-ENTRIES = {"forward": _forward, "backward": _backward, "bias_gradient": _bias_gradient}
+def _solve_rows(version: int):
+    def entry(record):
+        if version >= 0:
+            run_solve(record)
+
+    return entry
+
+
+def _write_rows(version: int):
+    def entry(record):
+        if version >= 0:
+            run_write(record)
+
+    return entry
+
+
+def _recompute_rows(version: int):
+    def entry(record):
+        if version >= 0:
+            run_recompute(record)
+
+    return entry
+
+
+#: Name of a kernel -> the record it takes, and what makes its entry point.
+ENTRIES = {
+    "forward": (RECORD, _forward),
+    "backward": (RECORD, _backward),
+    "bias_gradient": (RECORD, _bias_gradient),
+    "solve_rows": (ROWS_RECORD, _solve_rows),
+    "write_rows": (ROWS_RECORD, _write_rows),
+    "recompute_rows": (ROWS_RECORD, _recompute_rows),
+}

@@ -92,7 +92,7 @@ def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel ``forward``, ``backward`` or ``bias_gradient``, compiled or loaded from disk at the first call."""
+    """The kernel of a name in `entry.ENTRIES`, compiled or loaded from disk at the first call."""
     known = _kernels.get(name)
     if known is not None:
         return known
@@ -100,11 +100,11 @@ def kernel(name: str) -> Kernel:
         if name not in _kernels:
             import numba
 
-            from .arguments import RECORD
             from .entry import ENTRIES
 
-            signature = numba.types.void(numba.types.CPointer(numba.from_dtype(RECORD)))
-            _kernels[name] = _compile(ENTRIES[name](_source_digest()), signature)
+            record, entry = ENTRIES[name]
+            signature = numba.types.void(numba.types.CPointer(numba.from_dtype(record)))
+            _kernels[name] = _compile(entry(_source_digest()), signature)
         return _kernels[name]
 
 

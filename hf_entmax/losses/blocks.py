@@ -1,0 +1,121 @@
+"""A batch of rows, block by block: the losses of all of them, and later the dense part of their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from hf_entmax.losses.rows import RowLosses, compute_dtype, dense_residual, exact_dtype, row_losses
+
+# Rows are handled in blocks of about so many logits: small enough for the caches of a CPU, large enough to fill a GPU.
+BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """The blocks in which the rows of ``logits`` ``[N, V]`` are worked on."""
+    rows, length = logits.shape
+    size = max(1, BLOCK_ELEMENTS.get(logits.device.type, 1 << 24) // max(length, 1))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
+    """``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
+    if number is not None:
+        return number - 1.0
+    return (alpha[block].to(dtype) - 1.0)[:, None]  # type: ignore[index]
+
+
+class BatchLosses:
+    """The losses of all rows of a batch and what their gradient needs, filled in by :meth:`run`.
+
+    Attributes:
+        losses: ``[N]``, in float64 where the device has it.
+        dead: bool ``[N]``, rows without a gradient: ignored, or without a possible class.
+        slopes: the derivatives in alpha, ``[N]``, or None where they are not wanted.
+        solved: maximum, shift and scale of the rows, ``[3, N, 1]`` of the dtype of the losses.
+    """
+
+    def __init__(self, logits: Tensor, need_slope: bool) -> None:
+        rows, dtype, device = logits.shape[0], exact_dtype(logits), logits.device
+        self.losses = torch.empty(rows, dtype=dtype, device=device)
+        self.dead = torch.empty(rows, dtype=torch.bool, device=device)
+        self.slopes = torch.empty(rows, dtype=dtype, device=device) if need_slope else None
+        self.solved = torch.empty(3, rows, 1, dtype=dtype, device=device)
+
+    def run(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        keep: Tensor | None,
+        number: float | None,
+        alpha: Tensor | None,
+        smoothing: float,
+    ) -> Iterator[tuple[slice, RowLosses]]:
+        """Solve the rows; yields every block with its solution, of which only the attributes above are remembered.
+
+        Args:
+            logits: ``[N, V]``.
+            target: class indices ``[N]`` or distributions ``[N, V]``.
+            keep: bool ``[N]``, False for rows to ignore; None keeps all.
+            number: alpha of all rows, or None.
+            alpha: ``[N]``, where there is no such number.
+            smoothing: share of the target mass that is spread evenly.
+        """
+        for block in row_blocks(logits):
+            result = row_losses(
+                logits[block],
+                target[block],
+                _alpha_minus_one(number, alpha, block, compute_dtype(logits.dtype)),
+                keep=None if keep is None else keep[block],
+                smoothing=smoothing,
+                need_alpha_slope=self.slopes is not None,
+            )
+            solution = result.solution
+            self.losses[block], self.dead[block] = result.losses, result.dead
+            for row, value in enumerate((solution.maximum, solution.shift, solution.scale)):
+                self.solved[row, block] = value
+            if self.slopes is not None:
+                self.slopes[block] = result.alpha_slopes  # type: ignore[assignment]
+            yield block, result
+
+
+def write_residuals(
+    blocks: Iterable[slice],
+    logits: Tensor,
+    solved: Tensor,
+    number: float | None,
+    alpha: Tensor | None,
+    target: Tensor,
+    weight: Tensor,
+    dead: Tensor,
+    smoothing: float,
+    out: Tensor,
+) -> None:
+    """Write ``weight (p - q)`` of some blocks of rows to ``out`` ``[N, V]``.
+
+    Args:
+        blocks: which.
+        logits: as for :meth:`BatchLosses.run`, likewise ``number``, ``alpha``, ``target`` and ``smoothing``.
+        solved: from :class:`BatchLosses`, likewise ``dead``.
+        number: alpha of all rows, or None.
+        alpha: ``[N]``, where there is no such number.
+        target: class indices or distributions.
+        weight: ``[N, 1]``, in the computing dtype.
+        dead: bool ``[N]``, rows that get zeros.
+        smoothing: share of the target mass that is spread evenly.
+        out: any floating dtype.
+    """
+    for block in blocks:
+        maximum, shift, scale = solved[:, block].unbind(0)
+        dense_residual(
+            logits[block],
+            (maximum, shift, scale),
+            _alpha_minus_one(number, alpha, block, weight.dtype),
+            target[block],
+            weight[block],
+            dead[block],
+            smoothing,
+            out=out[block],
+        )

@@ -1,0 +1,137 @@
+"""Independent rows of scores: from tensors to argument records and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import runtime
+from .arguments import ROWS_RECORD
+
+_LANES = 16
+# Scratch for rows that are solved sixteen at a time.
+_BATCH_BYTES = 16 * 1024
+# Rows that a thread takes at a time: enough to fill the lanes, few enough to share them out.
+_MOST_ROWS = 64
+_GROUPS_PER_THREAD = 4
+#: Rows with more nonzero weights than this share are written densely.
+DENSE_ABOVE = 0.25
+
+
+@dataclass
+class SolvedRows:
+    """Entmax of ``n`` rows of length ``V``.
+
+    Attributes:
+        maximum: float32 ``[n, 1]``; ``-inf`` for rows that are so throughout.
+        shift: float64 ``[n, 1]``, at which ``p_i = [1 + u (z_i - maximum - shift)]_+ ** (1/u)``; 0 for such rows.
+        scale: float32 ``[n, 1]``, the factor that makes the ``p_i`` sum to 1; 0 for such rows.
+        conjugate: float64 ``[n]``, ``max_p p.(z - maximum) + H(p)``; 0 for such rows.
+        probs: float32 ``[entries]``, or ``[n, V]`` where the rows are not sparse.
+        rows: int64 ``[entries]``, ascending, or None.
+        columns: int64 ``[entries]``, ascending within a row, or None.
+    """
+
+    maximum: Tensor
+    shift: Tensor
+    scale: Tensor
+    conjugate: Tensor
+    probs: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
+
+
+def _shift_alpha(u: float | Tensor, rows: int) -> tuple[np.ndarray, int]:
+    """``u`` in float64, and its bytes per row."""
+    if not isinstance(u, Tensor):
+        return np.array([float(u)]), 0
+    values = np.ascontiguousarray(u.detach().double().reshape(-1).numpy())
+    return values, 0 if values.size == 1 and rows != 1 else 8
+
+
+class _Call:
+    """The record that the kernels of one call share."""
+
+    def __init__(self, scores: Tensor, u: float | Tensor) -> None:
+        scores = scores.detach().float()
+        self.scores = scores if scores.stride(-1) == 1 or scores.shape[-1] == 1 else scores.contiguous()
+        self.rows, self.length = scores.shape
+        self.u, step = _shift_alpha(u, self.rows)
+        self.record = np.zeros(1, ROWS_RECORD)
+        self.threads = torch.get_num_threads()
+        r = self.record[0]
+        r["scores"], r["score_step"] = self.scores.data_ptr(), 4 * self.scores.stride(0)
+        r["u"], r["u_step"] = self.u.ctypes.data, step
+        r["rows"], r["length"] = self.rows, self.length
+        r["group"] = max(1, min(_MOST_ROWS, self.rows // (_GROUPS_PER_THREAD * self.threads)))
+
+    def launch(self, name: str, scratch_bytes: int = 0) -> None:
+        r = self.record[0]
+        groups = -(-self.rows // int(r["group"]))
+        threads = max(1, min(self.threads, groups))
+        scratch_bytes = -(-scratch_bytes // 64) * 64
+        scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+        counters = np.zeros(2, np.int64)
+        r["scratch"], r["scratch_bytes"], r["counters"] = scratch.data_ptr(), scratch_bytes, counters.ctypes.data
+        runtime.launch(name, self.record, groups, threads)
+
+
+def solve_rows(scores: Tensor, u: float | Tensor) -> SolvedRows:
+    """Entmax of each row.
+
+    Args:
+        scores: ``[n, V]`` with ``V >= 1``, float32, bfloat16 or float16, on the CPU; ``-inf`` marks impossible entries.
+        u: ``alpha - 1 >= 0``, a float or ``[n, 1]``.
+
+    Returns:
+        The solution, computed in float32. A row that holds NaN or ``+inf`` has NaN for everything.
+    """
+    call = _Call(scores, u)
+    n, length, r = call.rows, call.length, call.record[0]
+    maximum, scale = torch.empty((2, n, 1)).unbind(0)
+    shift, conjugate = torch.empty((n, 1), dtype=torch.float64), torch.empty(n, dtype=torch.float64)
+    counts = torch.zeros(n, dtype=torch.int64)
+    slot_bytes = -(-8 * length // 64) * 64 + 128
+    slots = torch.empty(n * slot_bytes, dtype=torch.uint8)
+    for name, tensor in (("maximum", maximum), ("shift", shift), ("scale", scale), ("conjugate", conjugate)):
+        r[name] = tensor.data_ptr()
+    r["counts"], r["slots"], r["slot_bytes"] = counts.data_ptr(), slots.data_ptr(), slot_bytes
+    call.launch("solve_rows", 16 * (length + 4 * _LANES) + 64 + _BATCH_BYTES + 64)
+    total = int(counts.sum())
+    rows = columns = None
+    if total <= DENSE_ABOVE * n * length:
+        rows, columns = torch.empty((2, total), dtype=torch.int64).unbind(0)
+        probs = torch.empty(total)
+        offsets = counts.cumsum(0).sub_(counts)
+        r["offsets"], r["row_index"], r["columns"] = offsets.data_ptr(), rows.data_ptr(), columns.data_ptr()
+    else:
+        probs = torch.empty(n, length)
+    r["out"] = probs.data_ptr()
+    call.launch("write_rows")
+    return SolvedRows(maximum, shift, scale, conjugate, probs, rows, columns)
+
+
+def recompute_rows(
+    scores: Tensor, maximum: Tensor, shift: Tensor, scale: Tensor, u: float | Tensor, out: Tensor
+) -> None:
+    """All weights of rows that were solved before, times ``scale``.
+
+    Args:
+        scores: as given to `solve_rows`.
+        maximum: ``[n, 1]``, as returned by it; likewise ``shift``. Finite.
+        shift: ``[n, 1]``.
+        scale: ``[n, 1]``, times whatever else the weights are to be multiplied by.
+        u: as given to `solve_rows`.
+        out: contiguous float32 ``[n, V]``, overwritten.
+    """
+    call = _Call(scores, u)
+    r = call.record[0]
+    dtypes = {"maximum": torch.float32, "shift": torch.float64, "scale": torch.float32}
+    numbers = [t.to(d).contiguous() for t, d in zip((maximum, shift, scale), dtypes.values(), strict=True)]
+    for name, tensor in zip(dtypes, numbers, strict=True):
+        r[name] = tensor.data_ptr()
+    r["out"] = out.data_ptr()
+    call.launch("recompute_rows", 64)
