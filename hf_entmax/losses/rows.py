@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.candidates import RowSolution, dense_probs, solve_rows
+from hf_entmax.ops.solve import compute_dtype
 
 
 @dataclasses.dataclass
@@ -26,11 +27,6 @@ class RowLosses:
     solution: RowSolution
     dead: Tensor
     alpha_slopes: Tensor | None
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exact_dtype(like: Tensor) -> torch.dtype:

@@ -224,6 +224,8 @@ def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Project scores onto the simplex, which is entmax at ``alpha = 2``.
 
+    Its threshold is found by the solver that all controllable mappings share, see `hf_entmax.ops.simplex`.
+
     .. math:: \operatorname{sparsemax}(z) = \arg\min_{p \in \triangle} \|p - z\|_2
 
     Args:

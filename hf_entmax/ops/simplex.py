@@ -1,31 +1,28 @@
-r"""The one Euclidean projection onto the probability simplex, on which every sparse mapping of this package stands.
+r"""The Euclidean projection onto the probability simplex, on which the controllable mappings stand as sparsemax does.
 
     p = argmin_{p in simplex} ||p - z||^2,     p_i = max(z_i - tau, 0),     tau such that sum_i p_i = 1
 
-The threshold ``tau`` is found without sorting: with ``m = max z``, only the candidates ``z_i > m - 1`` can be in the
-support, and Newton's method on ``f(tau) = sum_i max(z_i - tau, 0) - 1``, started at ``m - 1``, visits ever smaller
-supports and stops at the exact one (Michelot 1986). ``f`` is convex and piecewise linear, so a step that shrinks ``f``
-to a share ``x`` leaves at most a share ``1 - x`` of its slope: the product of the two falls at least fourfold a step,
-and the number of steps is at most ``log2(n)`` plus half the bits of the dtype. In practice it is well below ten, each a
-pass over rows that fit a cache: linear time expected, with no sort to keep for the backward pass.
+The threshold ``tau`` is found without sorting, by the solver of entmax at ``alpha = 2``: with ``m = max z``, only the
+candidates ``z_i > m - 1`` can be in the support, and Newton's method on ``f(tau) = sum_i max(z_i - tau, 0) - 1``, started
+at ``m - 1``, visits ever smaller supports and stops at the exact one (Michelot 1986). ``f`` is convex and piecewise
+linear, so a step that shrinks ``f`` to a share ``x`` leaves at most a share ``1 - x`` of its slope: the product of the two
+falls at least fourfold a step, which bounds the number of steps by ``log2(n)`` plus half the bits of the dtype. In
+practice it is well below ten, each a pass over rows that fit a cache: linear time expected, with no sort to keep for the
+backward pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.solve import compute_dtype, masked_below, project_centred
+
 # Elements per block of rows on a CPU: the few temporaries of a block then stay in its caches.
 BLOCK_ELEMENTS = 1 << 16
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a mapping computes in: float64 for float64 scores, float32 for everything narrower."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_allowed(scores: Tensor) -> Tensor:
@@ -33,7 +30,7 @@ def is_allowed(scores: Tensor) -> Tensor:
 
     NaN counts as allowed, so that it is seen and not hidden.
     """
-    return ~(scores <= torch.finfo(scores.dtype).min / 2)
+    return ~(scores <= masked_below(scores.dtype))
 
 
 def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -83,7 +80,7 @@ def project_rows(rows: Tensor, centre: Callable[..., Tensor], *per_row: float | 
         The projection of ``y``, shape and dtype of ``rows``: rows sum to 1, or are 0 where masked whole.
     """
     if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() <= BLOCK_ELEMENTS:
-        return _project_centred(centre(rows, *per_row)).to(rows.dtype)
+        return project_centred(centre(rows, *per_row)).to(rows.dtype)
     shape, length = rows.shape, rows.shape[-1]
     per_row = tuple(x.expand(*shape[:-1], 1).reshape(-1, 1) if isinstance(x, Tensor) else x for x in per_row)
     flat = rows.reshape(-1, length)
@@ -92,29 +89,8 @@ def project_rows(rows: Tensor, centre: Callable[..., Tensor], *per_row: float | 
     for start in range(0, flat.shape[0], size):
         block = slice(start, start + size)
         given = (x[block] if isinstance(x, Tensor) else x for x in per_row)
-        probs[block] = _project_centred(centre(flat[block], *given))
+        probs[block] = project_centred(centre(flat[block], *given))
     return probs.reshape(shape)
-
-
-def _project_centred(values: Tensor) -> Tensor:
-    compiling = torch.compiler.is_compiling()
-    # The first step starts at the lowest threshold there can be, so that only candidates count.
-    threshold = torch.full_like(values[..., :1], -1.0)
-    bits = 52 if values.dtype == torch.float64 else 23
-    steps = bits // 2 + math.ceil(math.log2(max(values.shape[-1], 2))) + 2
-    size = None
-    for _ in range(steps):
-        above = (values - threshold).clamp_(min=0.0)
-        total = above.sum(-1, keepdim=True)
-        previous, size = size, above.sign_().sum(-1, keepdim=True)
-        # Rows that hold NaN never compare equal; they cost the steps that are left, no more.
-        if not compiling and previous is not None and torch.equal(size, previous):
-            break
-        threshold = threshold + ((total - 1.0) / size.clamp(min=1.0)).clamp(min=0.0)
-    probs = (values - threshold).clamp_(min=0.0)
-    # Thousands of equal rounding errors in `values - threshold` would otherwise add up in the sum.
-    total = probs.sum(-1, keepdim=True)
-    return probs.div_(torch.where(total == 0, 1.0, total))
 
 
 def centre_rows(rows: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -145,10 +121,11 @@ def project_jacobian_product(vector: Tensor, probs: Tensor) -> Tensor:
     Reference:
         Martins and Astudillo 2016, eq. 9.
     """
-    inside = probs > 0
-    size = inside.sum(-1, keepdim=True).clamp(min=1)
-    mean = torch.where(inside, vector, 0.0).sum(-1, keepdim=True) / size
-    return torch.where(inside, vector - mean, 0.0)
+    # Products with 0 and 1, not selections: bool tensors are slow on CPUs.
+    inside = probs.sign().to(vector.dtype)
+    size = inside.sum(-1, keepdim=True).clamp(min=1.0)
+    mean = torch.linalg.vecdot(inside, vector).unsqueeze(-1) / size
+    return (vector - mean) * inside
 
 
 def support_spread(vector: Tensor, probs: Tensor) -> Tensor:
@@ -157,54 +134,3 @@ def support_spread(vector: Tensor, probs: Tensor) -> Tensor:
     # In the dtype of the scores: the reciprocal of an integer tensor would be float32.
     size = inside.sum(-1, keepdim=True).clamp(min=1).to(probs.dtype)
     return (vector * torch.where(inside, probs - 1.0 / size, 0.0)).sum(-1, keepdim=True)
-
-
-class SimplexProjectionFunction(torch.autograd.Function):
-    """Sparsemax along the last dimension, see :func:`project_onto_simplex`."""
-
-    @staticmethod
-    def forward(rows: Tensor) -> Tensor:
-        """``rows`` ``[..., n]``, with ``-inf`` or ``finfo.min`` where masked."""
-        return project_rows(rows, centre_rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep the output alone: it carries its support."""
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        """Closed form, O(n)."""
-        (probs,) = ctx.saved_tensors
-        wide = compute_dtype(probs.dtype)
-        return project_jacobian_product(grad_outputs[0].to(wide), probs).to(probs.dtype)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], rows: Tensor) -> tuple[Tensor, int]:
-        """A batch dimension is one more leading dimension."""
-        return SimplexProjectionFunction.apply(rows.movedim(in_dims[0], 0)), 0  # type: ignore[return-value]
-
-
-def project_onto_simplex(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    r"""Euclidean projection onto the probability simplex (sparsemax).
-
-        p = argmin_{p in simplex} ||p - z||^2
-
-    Args:
-        scores: any shape, float16, bfloat16, float32 or float64; computed in float32 at least.
-        dim: the dimension to normalise.
-        mask: bool, broadcastable to ``scores``; True = may receive mass. Entries of ``-inf`` or ``finfo.min`` are
-            masked as well. Rows masked whole give 0 and pass no gradient.
-
-    Returns:
-        The projection, of the shape and dtype of ``scores``. Differentiable in ``scores`` (twice), usable under
-        ``torch.func`` and ``torch.compile``; only the output is kept for the backward pass.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point, or ``mask`` is not boolean.
-        ValueError: if ``mask`` cannot be broadcast to ``scores``.
-
-    Reference:
-        Martins and Astudillo 2016, prop. 1; Michelot 1986 for the search of the threshold.
-    """
-    return SimplexProjectionFunction.apply(as_rows(scores, dim, mask)).movedim(-1, dim)  # type: ignore[union-attr]

@@ -174,8 +174,21 @@ def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
     return centred, alive
 
 
+def project_centred(centred: Tensor) -> Tensor:
+    """Project rows whose largest entry is 0 onto the probability simplex: entmax at ``u = 1``.
+
+    Args:
+        centred: ``[..., d]``, float32 or float64; ``-inf`` where an entry is masked. Consumed.
+
+    Returns:
+        ``[..., d]``; rows sum to 1, or are 0 where every entry is masked. Not differentiable.
+    """
+    probs, total = _convex(centred, 1.0, visible=values_visible(centred))
+    return probs.mul_(torch.where(total == 0, 0.0, 1 / total))
+
+
 def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tensor, Tensor]:
-    """Newton's method from the left for ``0 <= u <= 1``; consumes ``centred``.
+    """Newton's method from the left for ``0 <= u <= 1``; consumes ``centred`` ``[..., d]``.
 
     Returns ``p`` up to its sum, and the sum.
     """
@@ -190,7 +203,7 @@ def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tenso
     # The threshold is rounded at its own size, up to log d; asking for a smaller residual would be asking for noise.
     tolerance = 2 * torch.finfo(dtype).eps * (4 + math.log(length)) if visible else 0.0
     steps = MAX_STEPS if visible else newton_steps(_length_bound(length), 1.0 if isinstance(u, Tensor) else u, dtype)
-    threshold = torch.zeros_like(scaled[:, :1])
+    threshold = torch.zeros_like(scaled[..., :1])
     for step in range(steps + 1):
         probs, total, base = _evaluate(scaled, threshold, u)
         # Fully masked rows have a total of 0, NaN rows of NaN: neither is waited for.

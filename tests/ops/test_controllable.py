@@ -10,7 +10,7 @@ import torch
 from simplex_oracles import minimise_on_simplex, project_by_enumeration
 
 from hf_entmax.ops import controllable as C
-from hf_entmax.ops.simplex import project_onto_simplex
+from hf_entmax.ops.mapping import sparsemax
 
 F64 = torch.float64
 
@@ -76,7 +76,7 @@ def test_sparsegen_contains_the_other_mappings():
     assert torch.allclose(C.sparsegen_lin(positive, lam=total(positive)), C.sum_normalization(positive), atol=1e-12)
     assert torch.allclose(C.sparsegen_exp(z, lam=total(z.exp())), C.softmax(z), atol=1e-12)
     assert torch.allclose(C.sparsegen_sq(z, lam=total(z.square())), C.spherical_softmax(z), atol=1e-12)
-    assert torch.equal(C.sparsegen_lin(z), project_onto_simplex(z))
+    assert torch.equal(C.sparsegen_lin(z), sparsemax(z))
     assert torch.allclose(C.sparsehourglass(positive, q=0.0), C.sum_normalization(positive), atol=1e-12)
     assert torch.allclose(C.sparsecone(positive, q=0.8), C.sparsehourglass(positive, q=0.8), atol=1e-14)
 
@@ -135,11 +135,11 @@ class TestLimits:
 
     def test_q_zero_is_sum_normalization_and_q_infinity_sparsemax(self):
         z = torch.randn(50, 6, dtype=F64)
-        assert torch.equal(C.sparsehourglass(z, q=math.inf), project_onto_simplex(z))
-        defects = [float((C.sparsehourglass(z, q=10.0**k) - project_onto_simplex(z)).abs().max()) for k in (2, 4, 6)]
+        assert torch.equal(C.sparsehourglass(z, q=math.inf), sparsemax(z))
+        defects = [float((C.sparsehourglass(z, q=10.0**k) - sparsemax(z)).abs().max()) for k in (2, 4, 6)]
         for near, far in itertools.pairwise(defects):
             assert far == pytest.approx(near / 100, rel=0.1)
-        expected = project_onto_simplex(z / z.sum(-1, keepdim=True).abs())
+        expected = sparsemax(z / z.sum(-1, keepdim=True).abs())
         assert torch.allclose(C.sum_normalization_pp(z), expected, atol=1e-9)
         assert torch.allclose(C.sparsehourglass(z, q=1e-12), expected, atol=1e-6)
 
@@ -173,9 +173,9 @@ class TestGradients:
         z = torch.tensor([0.9, 0.6, -0.2, -1.5], dtype=F64)
         jacobian = torch.func.jacrev
         centre = lambda s: torch.diag(s) - torch.outer(s, s) / s.sum()  # noqa: E731
-        s = (project_onto_simplex(z) > 0).to(F64)
+        s = (sparsemax(z) > 0).to(F64)
         assert s.tolist() == [1, 1, 0, 0]
-        assert torch.allclose(jacobian(project_onto_simplex)(z), centre(s), atol=1e-14)
+        assert torch.allclose(jacobian(sparsemax)(z), centre(s), atol=1e-14)
         s = (C.sparsegen_exp(z, lam=-2.0) > 0).to(F64)
         assert s.sum() > 2
         expected = centre(s) @ torch.diag(z.exp()) / 3

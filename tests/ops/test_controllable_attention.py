@@ -7,7 +7,7 @@ import torch
 
 from hf_entmax.ops import controllable as C
 from hf_entmax.ops.controllable.properties import TABLE
-from hf_entmax.ops.simplex import project_onto_simplex
+from hf_entmax.ops.mapping import sparsemax
 
 F64 = torch.float64
 
@@ -165,7 +165,7 @@ class TestFoldedIntoSparsemax:
                     folded_bias = finite if folded_bias is None else finite + folded_bias
                     assert torch.equal(extra["attention_mask"] < -1e100, (added < -1e100)[:, :1])
                 out = attend(
-                    lambda s, m: project_onto_simplex(s, mask=m),
+                    lambda s, m: sparsemax(s, mask=m),
                     new.query,
                     key,
                     value,
@@ -192,5 +192,5 @@ class TestFoldedIntoSparsemax:
         spec = C.ATTENTION_MAPPINGS["sparsegen_lin"]
         assert spec.as_scaled_sparsemax({"lam": 0.75}) == 4.0
         z = torch.randn(3, 6, dtype=F64)
-        assert torch.equal(C.sparsegen_lin(z, 0.75), project_onto_simplex(4 * z))
+        assert torch.equal(C.sparsegen_lin(z, 0.75), sparsemax(4 * z))
         assert C.ATTENTION_MAPPINGS["sparsehourglass"].as_scaled_sparsemax({"q": 1.0}) is None

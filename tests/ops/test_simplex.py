@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simplex_oracles import minimise_on_simplex, project_by_enumeration
 
 from hf_entmax.ops import controllable as C
-from hf_entmax.ops.simplex import project_onto_simplex
+from hf_entmax.ops.mapping import sparsemax
 
 F64 = torch.float64
 
@@ -21,12 +21,12 @@ class TestProjection:
     def test_equals_the_enumeration_of_all_supports(self, k, spread):
         z = torch.randn(30, k, dtype=F64) * spread
         expected = np.stack([project_by_enumeration(row) for row in z.numpy()])
-        assert np.abs(project_onto_simplex(z).numpy() - expected).max() < 1e-12
+        assert np.abs(sparsemax(z).numpy() - expected).max() < 1e-12
 
     def test_equals_quadratic_programming(self):
         for row in torch.randn(5, 8, dtype=F64).numpy():
             expected = minimise_on_simplex(lambda p, y=row: ((p - y) ** 2).sum(), 8)
-            assert np.abs(project_onto_simplex(torch.from_numpy(row)).numpy() - expected).max() < 1e-6
+            assert np.abs(sparsemax(torch.from_numpy(row)).numpy() - expected).max() < 1e-6
 
     @pytest.mark.parametrize("k", [64, 1000, 20000])
     @pytest.mark.parametrize("shape", ["normal", "sharp", "equal", "geometric", "crowded"])
@@ -39,7 +39,7 @@ class TestProjection:
             # All candidates crowd just above the lowest value a candidate can have.
             "crowded": lambda: torch.cat([torch.zeros(4, 1, dtype=F64), torch.rand(4, k - 1, dtype=F64) * 1e-6 - 1], 1),
         }[shape]()
-        p = project_onto_simplex(z)
+        p = sparsemax(z)
         assert (p.sum(-1) - 1).abs().max() < 1e-12
         # On the support z - p is one constant; off it z lies at or below that constant.
         tau = (z - p).masked_fill(p == 0, -math.inf).amax(-1, keepdim=True)
@@ -50,20 +50,20 @@ class TestProjection:
     @settings(max_examples=60, deadline=None)
     def test_is_a_translation_invariant_distribution(self, values, shift):
         z = torch.tensor(values, dtype=F64)
-        p = project_onto_simplex(z)
+        p = sparsemax(z)
         assert bool((p >= 0).all())
         assert abs(float(p.sum()) - 1) < 1e-12
-        assert torch.allclose(project_onto_simplex(z + shift), p, atol=1e-9)
+        assert torch.allclose(sparsemax(z + shift), p, atol=1e-9)
 
     def test_offsets_do_not_matter(self):
         z = torch.tensor([1.0, 0.75, -3.0])
-        assert torch.equal(project_onto_simplex(z + 2.0**20), project_onto_simplex(z))
+        assert torch.equal(sparsemax(z + 2.0**20), sparsemax(z))
 
     def test_keeps_only_its_output_for_the_backward_pass(self):
         z = torch.randn(8, 100, requires_grad=True)
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            out = project_onto_simplex(z)
+            out = sparsemax(z)
         assert len(saved) == 1
         assert saved[0].data_ptr() == out.data_ptr()
 
@@ -77,7 +77,7 @@ class TestProjection:
 
         z = torch.randn(4, 500)
         with Watch():
-            project_onto_simplex(z)
+            sparsemax(z)
             C.sparsehourglass(z)
             C.sparsegen_exp(z)
         assert calls

@@ -33,7 +33,8 @@ from hf_entmax.ops.controllable.functions import (
     SparsegenFunction,
     TemperedSoftmaxFunction,
 )
-from hf_entmax.ops.simplex import as_rows, compute_dtype, is_allowed, project_onto_simplex
+from hf_entmax.ops.simplex import as_rows, is_allowed
+from hf_entmax.ops.solve import compute_dtype
 
 
 def sparsegen(
@@ -373,7 +374,6 @@ def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, ma
 
 
 __all__ = [
-    "project_onto_simplex",
     "softmax",
     "sparsecone",
     "sparsegen",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from hf_entmax.ops.controllable import mappings
-from hf_entmax.ops.simplex import project_onto_simplex
+from hf_entmax.ops.mapping import sparsemax
 
 PROPERTIES = ("idempotence", "monotonicity", "translation_invariance", "scale_invariance", "full_domain")
 
@@ -150,7 +150,7 @@ TABLE: dict[str, Properties] = {
         Lipschitz("1/(2T)", lambda k, options: 0.5 / options["temperature"]),
     ),
     "sparsemax": Properties(
-        project_onto_simplex,
+        sparsemax,
         {},
         _claims(
             idempotence=YES,
