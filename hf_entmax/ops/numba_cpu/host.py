@@ -125,15 +125,20 @@ def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
 
 
 def _set_rows(record: np.void, name: str, tensor: Tensor) -> None:
+    size, stride = tensor.element_size(), tensor.stride()
     record[name] = tensor.data_ptr()
-    size = tensor.element_size()
-    record[name + "_b"], record[name + "_h"], record[name + "_t"] = (size * s for s in tensor.stride()[:3])
+    record[name + "_b"], record[name + "_h"], record[name + "_t"] = size * stride[0], size * stride[1], size * stride[2]
 
 
 def _like_rows(tensor: Tensor, width: int) -> Tensor:
     """An empty float32 tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as the models use it."""
     batch, heads, length = tensor.shape[:3]
     return torch.empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    """An empty float32 tensor that lies in memory as ``tensor`` does: autograd copies the gradient of a leaf otherwise."""
+    return torch.empty(tensor.shape) if tensor.is_contiguous() else _like_rows(tensor, tensor.shape[-1])
 
 
 class Call:
@@ -302,7 +307,7 @@ class Call:
         want_q, want_k, want_v, want_alpha = wanted[:4]
         dq = dk = dv = None
         if want_q:
-            dq = _like_rows(self.query, self.query.shape[-1])
+            dq = _gradient_of(self.query)
             _set_rows(r, "dq", dq)
         if want_k:
             dk = self._key_gradient("dk", self.key)
@@ -323,7 +328,7 @@ class Call:
     def _key_gradient(self, name: str, tensor: Tensor) -> Tensor:
         """Where the gradient of keys or values is summed: one copy per slice of a head."""
         if self.chunks == 1:
-            target = _like_rows(tensor, tensor.shape[-1])
+            target = _gradient_of(tensor)
             _set_rows(self.record[0], name, target)
             return target
         batch, kv_heads, keys, width = tensor.shape
