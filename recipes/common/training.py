@@ -135,7 +135,7 @@ class Training:
         while not progress.finished:
             for parts in self.batches.epoch(progress.epoch, progress.step_in_epoch):
                 started = time.perf_counter()
-                values = self._step(parts)
+                values = self.step(parts)
                 progress.seconds += time.perf_counter() - started
                 progress.step += 1
                 progress.step_in_epoch += 1
@@ -162,7 +162,7 @@ class Training:
         bar.close()
         return self.model
 
-    def _step(self, parts: list[dict[str, Any]]) -> dict[str, float]:
+    def step(self, parts: list[dict[str, Any]]) -> dict[str, float]:
         """One optimiser step; the loss is a mean over all labels of the step, wherever they were."""
         accelerator, settings = self.accelerator, self.run.settings
         if self.before_step is not None:
