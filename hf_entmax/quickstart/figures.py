@@ -44,9 +44,7 @@ def write_figures(
     """
     before, after = statistics
     figures: dict[str, Figure] = {
-        "alpha_per_head": plots.head_importance(
-            {site: alpha - 1 for site, alpha in after.alphas.items()}, label="α − 1"
-        ),
+        "alpha_per_head": plots.alpha_per_head(after),
         "alpha_histograms": plots.alpha_histograms(after),
         "alpha_over_training": plots.alpha_trajectories(trajectory),
         "alpha_against_density": plots.alpha_against_density(after),

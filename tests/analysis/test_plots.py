@@ -28,6 +28,18 @@ def labels(figure) -> str:
     return " | ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text())
 
 
+def test_alpha_per_head_shows_every_alpha_on_the_scale_of_alpha(models):
+    alphas = models[1].alphas
+    figure = plots.alpha_per_head(alphas)
+    images = [axis.images[0] for axis in figure.axes if axis.images and axis.get_xlabel() == "head"]
+    assert len(images) == len(alphas)
+    for image, values in zip(images, alphas.values(), strict=True):
+        assert image.get_clim() == (1.0, 2.0)
+        torch.testing.assert_close(torch.tensor(image.get_array().tolist()).to(values), values, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="no alphas"):
+        plots.alpha_per_head(models[0])
+
+
 def test_alpha_histograms_count_every_head(models):
     figure = plots.alpha_histograms(models[1].alphas)
     assert len(figure.axes) == 3

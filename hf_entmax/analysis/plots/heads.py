@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..metrics.position import positional_census
 from ..roles import ROLE_NAMES
+from .grids import head_grid
 from .style import (
     LINE_STYLES,
     MARKERS,
@@ -21,7 +22,6 @@ from .style import (
     new_figure,
     per_site,
     site_title,
-    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -359,19 +359,6 @@ def head_importance(importance: Any, label: str = "importance (nats per token)")
     """
     values = per_site(importance, "importance")
     largest = max(float(value.abs().nan_to_num(0.0).max()) for value in values.values()) or 1.0
-    diverging = any(bool((value < 0).any()) for value in values.values())
-    with house_style():
-        heads = max(value.shape[1] for value in values.values())
-        layers = max(value.shape[0] for value in values.values())
-        figure, axes = new_figure(len(values), width=0.28 * heads + 1.4, height=max(0.28 * layers + 1.2, 2.0))
-        for axis, (site, value) in zip(axes[0], values.items(), strict=True):
-            low = -largest if diverging else 0.0
-            axis.imshow(value.numpy(), cmap="PuOr" if diverging else "cividis", vmin=low, vmax=largest, aspect="equal")
-            axis.set(title=site_title(site), xlabel="head", ylabel="layer")
-            axis.grid(visible=False)
-            for which in (axis.xaxis, axis.yaxis):
-                whole_numbers(which)
-        bar = figure.colorbar(axes[0][0].images[0], ax=axes[0], shrink=0.8, pad=0.02)
-        bar.set_label(label)
-        bar.outline.set_visible(False)
-        return figure
+    if any(bool((value < 0).any()) for value in values.values()):
+        return head_grid(values, label, (-largest, largest), "PuOr")
+    return head_grid(values, label, (0.0, largest), "cividis")

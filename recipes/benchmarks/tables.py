@@ -1,0 +1,101 @@
+"""Write the tables of the benchmark pages from their CSV files.
+
+    python recipes/benchmarks/tables.py
+
+A table stands between ``<!-- NAME -->`` and ``<!-- end -->`` in `README.md` and in `recipes/benchmarks/results/README.md`;
+everything around it is left as it is. ``tests/recipes/test_benchmark_tables.py`` sees to it that pages and files agree.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+PAGES = (ROOT / "README.md", RESULTS / "README.md")
+
+Row = dict[str, str]
+_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a file in the folder of the results."""
+    with (RESULTS / name).open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def attention() -> str:
+    """Every case of the attention benchmark that has a limit, with what was measured."""
+    rows = read("targets-cpu.csv")
+    density = {row["case"]: row["density"] for row in rows if row["density"]}
+    cells = []
+    for row in rows:
+        if not row["target"]:
+            continue
+        known = density.get(row["case"])
+        ratio, limit = float(row["ratio"]), float(row["target"])
+        cells.append(
+            (
+                f"{row['case']}, {row['mode']}",
+                f"{100 * float(known):.1f} %" if known else "dense",
+                f"`{row['implementation']}`",
+                f"{limit:g}",
+                f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}",
+                "**missed**" if ratio > limit else "",
+            )
+        )
+    return table(("case", "density", "against", "at most", "measured", ""), cells)
+
+
+def _losses(name: str, implementation: str, mode: str) -> str:
+    """Ratios by alpha and kind of logits."""
+    rows = [row for row in read(name) if row["implementation"].startswith(implementation) and row["mode"] == mode]
+    kinds = list(dict.fromkeys(row["case"] for row in rows))
+    found = {(float(row["implementation"].partition("=")[2]), row["case"]): row for row in rows}
+    alphas = sorted({alpha for alpha, _ in found}, reverse=True)
+
+    def cell(alpha: float, kind: str) -> str:
+        row = found.get((alpha, kind))
+        if row is None:
+            return ""
+        missed = row["target"] and float(row["ratio"]) > float(row["target"])
+        return f"**{float(row['ratio']):.2f}**" if missed else f"{float(row['ratio']):.2f}"
+
+    return table(("alpha", *kinds), [(f"{alpha:g}", *(cell(alpha, kind) for kind in kinds)) for alpha in alphas])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "attention": attention,
+    "losses": lambda: _losses("losses-cpu.csv", "entmax_loss", "forward+backward"),
+    "linear_time": lambda: _losses("losses-cpu.csv", "linear_entmax_loss", "forward+backward"),
+    "linear_memory": lambda: _losses("losses-cpu.csv", "linear_entmax_loss", "memory"),
+    "small_losses": lambda: _losses("losses-small-cpu.csv", "entmax_loss", "forward+backward"),
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the files have them."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
+
+    return _MARKED.sub(replace, text)
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main()
