@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .backward import run_backward, run_bias_gradient
 from .forward import run_forward
+from .support_rows import run_support_rows
 
 
 def _forward(version: int):
@@ -33,4 +34,17 @@ def _bias_gradient(version: int):
     return entry
 
 
-ENTRIES = {"forward": _forward, "backward": _backward, "bias_gradient": _bias_gradient}
+def _support_rows(version: int):
+    def entry(record):
+        if version >= 0:
+            run_support_rows(record)
+
+    return entry
+
+
+ENTRIES = {
+    "forward": _forward,
+    "backward": _backward,
+    "bias_gradient": _bias_gradient,
+    "support_rows": _support_rows,
+}

@@ -92,7 +92,7 @@ def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel ``forward``, ``backward`` or ``bias_gradient``, compiled or loaded from disk at the first call."""
+    """The kernel of a name in `entry.ENTRIES`, compiled or loaded from disk at the first call."""
     known = _kernels.get(name)
     if known is not None:
         return known
