@@ -67,6 +67,9 @@ def collect(
     rounding of the model itself. Memory does not grow with the data. Padding never counts. The model is put in
     evaluation mode for the time of the call and is not changed.
 
+    Where the backend that computes a module's attention works on sparse rows (the CPU kernel) and few weights are
+    nonzero, the sums are taken over those rows; dense weights are formed for all other modules, softmax ones among them.
+
     Args:
         model: a Transformers ``PreTrainedModel``.
         batches: dicts of tensors as a data collator returns them: ``input_ids`` [B, T], ``attention_mask`` [B, T],

@@ -89,7 +89,7 @@ class DenseWeights:
         num_queries, num_keys = self.shape[-2:]
         device = self.values.device
         if shift is None:
-            sums = diagonal_sums(self.values).double().sum(0)
+            sums = diagonal_sums(self.values.sum(dim=0, dtype=torch.float64))
             return sums, torch.arange(sums.shape[-1], device=device) - (num_queries - 1)
         steps = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(-1)
         return self.values.transpose(0, 1).flatten(1).double(), (steps + shift.view(-1, 1, 1)).flatten()
