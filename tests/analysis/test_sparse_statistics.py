@@ -270,6 +270,21 @@ def test_whoever_wants_dense_weights_gets_them(form):
         assert {type(weights) for weights in seen["sparse"]} == {SparseRows}
 
 
+def test_the_key_of_an_attention_sink_is_not_shown(form, monkeypatch):
+    form.sparse()
+    built = model("bert", alpha=1.5)
+    module = next(m for m in built.modules() if interface.CHILD in m._modules)
+    query, key, value = torch.randn(2, 4, 6, 8) * SHARP, torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+    seen = []
+    for sparse in (True, False):
+        monkeypatch.setattr(interface, "_observers", [interface.Observer(lambda _, w: seen.append(w), sparse)])
+        interface.entmax_attention_forward(module, query, key, value, None, s_aux=torch.full((4,), 3.0))
+    rows, weights = seen
+    assert isinstance(rows, SparseRows) and rows.shape == weights.shape == (2, 4, 6, 9)
+    torch.testing.assert_close(rows.dense(), weights, rtol=0, atol=0)
+    assert (weights.sum(-1) < 0.999).any(), "no mass went to the sink"
+
+
 def both_forms(seed: int, queries: int, keys: int, causal: bool = False):
     """The same weights in both forms, padding and all."""
     weights, key_mask, query_mask = brute_force.random_weights(3, 4, queries, keys, seed=seed, causal=causal)
