@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.sparse_rows import SparseRows
+
 from .context import ALIGNMENT_STEPS, RoleTargets, SiteContext
 from .metrics.diversity import divergence_sums
+from .metrics.forms import HeadWeights, keep_pairs
 from .metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
-from .metrics.masks import keep_pairs
-from .metrics.position import argmax_counts, diagonal_sums, gather_distances
+from .metrics.position import argmax_counts, fold_distances
 from .metrics.sparsity import entropy_sums, support_counts
-from .metrics.words import merging_sums, word_attention
+from .metrics.words import mean_between_words, merging_sums
 from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES
 
 GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
@@ -128,19 +130,19 @@ class SiteSums:
             target = target[: value.shape[0]]
         target += value
 
-    def update(self, row: int, weights: Tensor, context: SiteContext) -> Tensor | None:
+    def update(self, row: int, observed: Tensor | SparseRows, context: SiteContext) -> Tensor | None:
         """Adds the weights of one layer and one batch.
 
         Args:
             row: index of the layer.
-            weights: [B, H, T_q, T_k].
+            observed: the weights [B, H, T_q, T_k], dense or sparse; the statistics do not depend on which.
             context: of this site and batch.
 
         Returns:
             Density of every sentence and head [B, H] (float64), or None when sparsity is not wanted.
         """
         groups = self.options.groups
-        weights = keep_pairs(weights, context.pairs)
+        weights = keep_pairs(observed, context.pairs)
         densities = None
         if "sparsity" in groups or "diversity" in groups:
             head_entropy = entropy_sums(weights)
@@ -167,7 +169,7 @@ class SiteSums:
             self._roles("alignment_role", row, weights, context.alignment_roles)
         return densities
 
-    def _sparsity(self, row: int, weights: Tensor, context: SiteContext, head_entropy: Tensor) -> Tensor:
+    def _sparsity(self, row: int, weights: HeadWeights, context: SiteContext, head_entropy: Tensor) -> Tensor:
         counts = support_counts(weights, self.options.density_threshold)
         has_pairs = context.pair_counts > 0
         densities = counts / context.pair_counts.clamp(min=1.0).unsqueeze(-1)
@@ -176,61 +178,47 @@ class SiteSums:
         self._add("queries", row, context.query_counts.sum())
         self._add("sentences", row, has_pairs.sum())
         self._add("entropy", row, head_entropy.sum(0))
-        self._add("largest", row, weights.amax(dim=-1).double().sum(dim=(0, 2)))
+        self._add("largest", row, weights.row_max().double().sum(dim=(0, 2)))
         counted = densities[has_pairs]
         self._add("sentence_density", row, counted.sum(0))
         self._add("sentence_density_sq", row, counted.square().sum(0))
         bins = (counted * DENSITY_BINS).long().clamp(max=DENSITY_BINS - 1).T
-        histogram = torch.zeros(weights.shape[1], DENSITY_BINS, dtype=torch.float64, device=weights.device)
+        histogram = torch.zeros(weights.shape[1], DENSITY_BINS, dtype=torch.float64, device=counted.device)
         self._add("density_histogram", row, histogram.scatter_add_(1, bins, torch.ones_like(counted.T)))
         return densities.masked_fill(~has_pairs.unsqueeze(-1), math.nan)
 
-    def _position(self, row: int, weights: Tensor, context: SiteContext) -> None:
-        num_queries, num_keys = weights.shape[-2:]
-        distance = self.options.max_distance
-        if context.aligned:
-            diagonals = diagonal_sums(weights).double().sum(0)
-            offsets = torch.arange(diagonals.shape[-1], device=weights.device) - (num_queries - 1)
-            profile = gather_distances(diagonals, num_queries, distance)
-        else:
-            # Left padding that differs between source and target: every sentence has its own zero.
-            steps = torch.arange(num_keys, device=weights.device) - torch.arange(
-                num_queries, device=weights.device
-            ).unsqueeze(-1)
-            offsets = (steps + context.shift.view(-1, 1, 1)).flatten()
-            flat = weights.transpose(0, 1).flatten(1).double()
-            profile = flat.new_zeros(flat.shape[0], 2 * distance + 3)
-            profile.index_add_(1, offsets.clamp(-distance - 1, distance + 1) + distance + 1, flat)
-            diagonals = flat
-        self._add("distance", row, profile)
-        self._add("mass", row, diagonals.sum(-1))
-        self._add("absolute_distance", row, (diagonals * offsets.abs()).sum(-1))
+    def _position(self, row: int, weights: HeadWeights, context: SiteContext) -> None:
+        num_heads, num_queries, num_keys = weights.shape[1:]
+        # Left padding that differs between source and target: every sentence has its own zero.
+        mass, distances = weights.offset_sums(None if context.aligned else context.shift)
+        self._add("distance", row, fold_distances(mass, distances, self.options.max_distance))
+        self._add("mass", row, mass.sum(-1))
+        self._add("absolute_distance", row, (mass * distances.abs()).sum(-1))
         if context.site == "cross" or num_queries != num_keys:
             return
-        largest, argmax = weights.max(dim=-1)
-        argmax = argmax.masked_fill(largest <= 0, -1)
+        argmax = weights.row_argmax()
         hits, counts, histograms = [], [], []
         for offset in OFFSETS:
             exists = context.pairs.diagonal(offset, dim1=-2, dim2=-1)
             hits.append(argmax_counts(argmax, context.pairs, offset).sum(0))
             counts.append(exists.sum().double())
-            confidence = weights.diagonal(offset, dim1=-2, dim2=-1).transpose(0, 1).flatten(1)
+            confidence = weights.diagonal(offset).transpose(0, 1).flatten(1)
             bins = (confidence * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
-            histogram = torch.zeros(weights.shape[1], CONFIDENCE_BINS, dtype=torch.float64, device=weights.device)
+            histogram = torch.zeros(num_heads, CONFIDENCE_BINS, dtype=torch.float64, device=confidence.device)
             histograms.append(histogram.scatter_add_(1, bins, exists.flatten().double().expand_as(confidence)))
         self._add("argmax_hits", row, torch.stack(hits, -1))
         self._add("argmax_queries", row, torch.stack(counts, -1))
         self._add("confidence_histogram", row, torch.stack(histograms, 1))
 
-    def _roles(self, prefix: str, row: int, weights: Tensor, roles: RoleTargets) -> None:
+    def _roles(self, prefix: str, row: int, weights: HeadWeights, roles: RoleTargets) -> None:
         self._add(f"{prefix}_mass", row, roles.mass(weights))
         self._add(f"{prefix}_queries", row, roles.queries)
         self._add(f"{prefix}_chance", row, roles.chance)
 
-    def _dependency(self, row: int, weights: Tensor, gold: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def _dependency(self, row: int, weights: HeadWeights, gold: tuple[Tensor, Tensor, Tensor | None]) -> None:
         words, heads, relations = gold
         num_words = heads.shape[1]
-        attention = word_attention(weights, words, words, num_words, num_words)
+        attention = mean_between_words(weights, words, words, num_words, num_words)
         steps = torch.arange(num_words, device=heads.device)
         present = (words.unsqueeze(-1) == steps).any(1)
         # A head word whose tokens were cut off cannot be found.
@@ -252,12 +240,14 @@ class SiteSums:
             histogram.index_add_(0, offsets[counted], torch.ones_like(offsets[counted]).double()),
         )
 
-    def _alignment(self, row: int, weights: Tensor, gold: tuple[dict[str, Tensor], Tensor, Tensor, Tensor]) -> None:
+    def _alignment(
+        self, row: int, weights: HeadWeights, gold: tuple[dict[str, Tensor], Tensor, Tensor, Tensor]
+    ) -> None:
         steps, source, sure, possible = gold
         cells: list[list[tuple[Tensor, ...]]] = []
         num_sure = []
         for step in ALIGNMENT_STEPS:
-            attention = word_attention(weights, steps[step], source, sure.shape[1], sure.shape[2])
+            attention = mean_between_words(weights, steps[step], source, sure.shape[1], sure.shape[2])
             per_method = []
             for method in ALIGNMENT_METHODS:
                 threshold = self.options.alignment_threshold if method == "threshold" else None

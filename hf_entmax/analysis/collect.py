@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.integration.observe import observe_attention
+from hf_entmax.ops.sparse_rows import SparseRows
 
 from .accumulate import GROUPS, SiteSums, SumOptions
 from .batches import BatchInfo, evaluation_mode, prepare_batch
@@ -65,6 +66,9 @@ def collect(
     ratios are taken at the end: the result does not depend on batch size, order or number of processes beyond the
     rounding of the model itself. Memory does not grow with the data. Padding never counts. The model is put in
     evaluation mode for the time of the call and is not changed.
+
+    Where the backend that computes a module's attention works on sparse rows (the CPU kernel) and few weights are
+    nonzero, the sums are taken over those rows; dense weights are formed for all other modules, softmax ones among them.
 
     Args:
         model: a Transformers ``PreTrainedModel``.
@@ -195,10 +199,10 @@ class _Collector:
         densities: dict[str, dict[int, Tensor]] = {}
         pending: list[tuple[str, int, SiteContext, Tensor | None]] = []
 
-        def observer(module: AttentionSite, weights: Tensor) -> None:
+        def observer(module: AttentionSite, weights: Tensor | SparseRows) -> None:
             if module.site not in self.modules:
                 return
-            if weights.device.type == "mps":
+            if isinstance(weights, Tensor) and weights.device.type == "mps":
                 weights = weights.cpu()
             row = self._row(module, calls[module.name])
             calls[module.name] += 1
@@ -211,7 +215,7 @@ class _Collector:
             density = self.sums[module.site].update(row, weights, contexts[key])
             pending.append((module.site, row, contexts[key], density))
 
-        with observe_attention(self.model, observer):
+        with observe_attention(self.model, observer, sparse=True):
             self.model(**info.inputs)
         if not pending:
             raise ValueError("the model ran without calling any attention module of the sites asked for.")

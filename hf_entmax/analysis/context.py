@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .batches import BatchInfo
+from .metrics.forms import HeadWeights
 from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, chance_sums, text_targets
 from .words import TokenTable, question_masks, word_ids
 
@@ -40,9 +41,9 @@ class RoleTargets:
         flat = stacked.flatten(2).permute(1, 2, 0).to(torch.float32)
         return cls(names, flat, queries.sum(-1), chance.sum(-1))
 
-    def mass(self, weights: Tensor) -> Tensor:
-        """Mass on the targets of every role: float64 [H, number of roles] from weights [B, H, T_q, T_k]."""
-        return (weights.flatten(2) @ self.targets.to(weights.dtype)).double().sum(0)
+    def mass(self, weights: HeadWeights) -> Tensor:
+        """Mass on the targets of every role: float64 [H, number of roles] from weights [B, H, T_q, T_k] in either form."""
+        return weights.target_sums(self.targets).sum(0)
 
 
 @dataclass

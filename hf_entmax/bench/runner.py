@@ -242,7 +242,7 @@ def _density(problem: Problem) -> float:
     case = problem.case
     options = {"key_padding_mask": problem.real_keys, "is_causal": case.causal}
     _, weights = entmax_attention(*problem.tensors(), need_weights=True, **options)
-    assert weights is not None
+    assert isinstance(weights, torch.Tensor)
     queries = weights.shape[2]
     allowed = torch.ones(queries, case.length, dtype=torch.bool, device=weights.device)
     if case.causal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,27 @@ from hf_entmax.alpha import MappingHeads
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.ops.attention import entmax_attention
+from hf_entmax.ops.sparse_rows import SparseRows
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
 CHILD = "entmax_norm"
 #: Set on attention modules that keep their softmax because the configuration says so.
 LEFT_ALONE = "_entmax_left_alone"
 
-_observers: list[Callable[[nn.Module, Tensor], None]] = []
+
+class Observer(NamedTuple):
+    """Someone who looks at the weights of every attention call.
+
+    Attributes:
+        callback: called with the attention module and its weights.
+        sparse: whether it can read `SparseRows` as well.
+    """
+
+    callback: Callable[[nn.Module, Any], None]
+    sparse: bool = False
+
+
+_observers: list[Observer] = []
 
 
 def entmax_attention_forward(
@@ -85,7 +99,7 @@ def entmax_attention_forward(
         "softcap": softcap,
         "scaling": scaling,
         "dropout": dropout,
-        "need_weights": bool(_observers) or _weights_wanted(module, kwargs),
+        "need_weights": _weights_wanted(module, kwargs),
     }
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -99,16 +113,17 @@ def entmax_attention_forward(
         _read_description(options["attention_mask"], query.shape[-2], key_length, options)
     out, weights = _attend(heads, query, key, value, options)
     if weights is not None and sink is not None:
-        weights = weights[..., :key_length]
+        weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
     if weights is not None:
         for observer in _observers:
-            observer(module, weights)
-    return out.transpose(1, 2).contiguous(), weights
+            observer.callback(module, weights)
+    # Transformers knows dense weights alone; sparse rows come only where it asked for none.
+    return out.transpose(1, 2).contiguous(), weights if isinstance(weights, Tensor) else None
 
 
 def _attend(
     heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | SparseRows | None]:
     if heads is None:
         # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
         return entmax_attention(query, key, value, 1.0, backend="torch", **options)
@@ -124,7 +139,14 @@ def _attend(
     return entmax_attention(query, key, value, numbers, backend=backend, **options)
 
 
-def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool | Literal["sparse"]:
+    """What to ask of the attention: dense weights, those or sparse rows, or none."""
+    if _returned(module, kwargs) or not all(observer.sparse for observer in _observers):
+        return True
+    return "sparse" if _observers else False
+
+
+def _returned(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     # Most models take output_attentions off the arguments and record what their attention modules return.

@@ -11,6 +11,7 @@ from hf_entmax.config import EntmaxConfig
 from hf_entmax.ops.attention import entmax_attention
 from hf_entmax.ops.controllable import as_sparsemax_attention, attention_mapping
 from hf_entmax.ops.dense import dense_attention
+from hf_entmax.ops.sparse_rows import SparseRows
 
 _SPARSEMAX = 2.0
 
@@ -40,7 +41,7 @@ def mapped_attention(
     key: Tensor,
     value: Tensor,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | SparseRows | None]:
     """Attention weights by a mapping of Laha et al. 2018.
 
     Where the mapping is sparsemax at scaled scores, the scale goes into the query and the fused sparsemax kernel does

@@ -3,10 +3,12 @@
 from hf_entmax.ops.attention import entmax_attention
 from hf_entmax.ops.backends import available_backends
 from hf_entmax.ops.mapping import Entmax, Entmax15, Sparsemax, entmax, entmax15, sparsemax
+from hf_entmax.ops.sparse_rows import SparseRows
 
 __all__ = [
     "Entmax",
     "Entmax15",
+    "SparseRows",
     "Sparsemax",
     "available_backends",
     "entmax",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_entmax.ops import backends
 from hf_entmax.ops.mapping import check_alpha
+from hf_entmax.ops.sparse_rows import SparseRows
 
 
 def entmax_attention(
@@ -25,9 +27,9 @@ def entmax_attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    need_weights: bool = False,
+    need_weights: bool | Literal["sparse"] = False,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | SparseRows | None]:
     r"""Attend with alpha-entmax in the place of softmax.
 
     .. math:: O = \mathrm{entmax}_\alpha(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask})V
@@ -48,13 +50,15 @@ def entmax_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask; above 0.
         scaling: factor of the scores; ``D ** -0.5`` if None.
         dropout: probability in [0, 1) of dropping a weight; applied whenever it is above 0 (pass 0 in evaluation).
-        need_weights: whether to return the weights.
+        need_weights: whether to return the weights. ``"sparse"`` lets a backend that works on sparse rows return those
+            where few weights are nonzero, without ever writing the dense ones; weights that dropout changed, that carry
+            a gradient or that are traced are dense all the same.
         backend: ``"auto"``, ``"torch"``, ``"numba"`` or ``"triton"``; see `hf_entmax.ops.available_backends`.
 
     Returns:
         ``[B, H, T_q, D_v]`` in the dtype of ``value`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as
-        Transformers' eager attention returns them) or None. A query that may attend to no key has output 0 and
-        gradient 0.
+        Transformers' eager attention returns them; `hf_entmax.ops.SparseRows` only with ``need_weights="sparse"``) or
+        None. A query that may attend to no key has output 0 and gradient 0.
 
     Raises:
         TypeError: if an argument has the wrong type or dtype.
@@ -85,6 +89,8 @@ def entmax_attention(
         raise ValueError(f"softcap is {softcap}, but must be above 0 (or None).")
     if scaling is not None and not abs(scaling) < math.inf:
         raise ValueError(f"scaling is {scaling}, but must be finite (or None for D ** -0.5).")
+    if not isinstance(need_weights, bool) and need_weights != "sparse":
+        raise ValueError(f"need_weights is {need_weights!r}, but must be True, False or 'sparse'.")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}, but must be in [0, 1).")
     options = {

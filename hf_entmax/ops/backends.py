@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops import dense
+from hf_entmax.ops.sparse_rows import SparseRows
 
 #: The names `backend` accepts.
 BACKENDS = ("auto", "torch", "numba", "triton")
@@ -70,7 +71,7 @@ def _kernel(name: str) -> ModuleType | str:
 
 def choose(
     name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: dict[str, Any]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
+) -> Callable[..., tuple[Tensor, Tensor | SparseRows | None]]:
     """Return the attention function to call.
 
     Args:

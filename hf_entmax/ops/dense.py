@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def dense_attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    need_weights: bool = False,
+    need_weights: bool | Literal["sparse"] = False,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Attend with a normaliser of choice.
 
@@ -58,7 +59,7 @@ def dense_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         scaling: factor of the scores; ``D ** -0.5`` if None.
         dropout: probability of dropping a weight, applied whenever it is above 0 (pass 0 in evaluation).
-        need_weights: whether to return the weights.
+        need_weights: whether to return the weights; "sparse" returns them all the same, for here they are dense.
 
     Returns:
         ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention

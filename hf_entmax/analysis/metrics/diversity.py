@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from .masks import keep_pairs, possible_pairs, result_dtype
+from .forms import HeadWeights, keep_pairs
+from .masks import possible_pairs, result_dtype
 from .sparsity import entropy_sums, num_queries
 
 
-def divergence_sums(weights: Tensor, head_entropy: Tensor | None = None) -> Tensor:
+def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) -> Tensor:
     """Sums the Jensen-Shannon divergence between the heads over the queries of each sentence, in nats.
 
     Args:
-        weights: [B, H, T_q, T_k], zero outside the pairs that count.
+        weights: [B, H, T_q, T_k] in either form.
         head_entropy: ``entropy_sums(weights)`` [B, H] when it is known already.
 
     Returns:
@@ -23,7 +24,7 @@ def divergence_sums(weights: Tensor, head_entropy: Tensor | None = None) -> Tens
     """
     if head_entropy is None:
         head_entropy = entropy_sums(weights)
-    return entropy_sums(weights.mean(dim=1)) - head_entropy.mean(dim=1)
+    return entropy_sums(weights.mean_head())[:, 0] - head_entropy.mean(dim=1)
 
 
 def head_diversity(

@@ -84,16 +84,6 @@ def possible_pairs(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None 
     return pairs
 
 
-def keep_pairs(weights: Tensor, pairs: Tensor) -> Tensor:
-    """Returns the weights in float32 or better with everything outside ``pairs`` [B, T_q, T_k] set to zero.
-
-    Rows of padded queries often hold meaningless numbers (even NaN), so they are replaced, not multiplied.
-    """
-    if weights.dtype in (torch.float16, torch.bfloat16):
-        weights = weights.float()
-    return weights.masked_fill(~pairs.unsqueeze(1), 0.0)
-
-
 def result_dtype(weights: Tensor) -> torch.dtype:
     """Statistics of half-precision weights come back in float32, all others in the dtype of the weights."""
     return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype

@@ -5,35 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .masks import keep_pairs, possible_pairs, ratio, result_dtype
-
-
-def diagonal_sums(values: Tensor) -> Tensor:
-    """Sums a batch of matrices along their diagonals.
-
-    Args:
-        values: [..., T_q, T_k].
-
-    Returns:
-        [..., T_q + T_k - 1]; entry ``c`` holds the sum over all (i, j) with ``j - i = c - (T_q - 1)``.
-    """
-    *lead, num_queries, num_keys = values.shape
-    if num_queries == 0 or num_keys == 0:
-        return values.new_zeros(*lead, max(num_queries + num_keys - 1, 0))
-    # Row i, padded to width T_k + T_q and read again with width T_k + T_q - 1, is shifted right by i: after a flip
-    # every diagonal has become a column, without a Python loop over the offsets.
-    width = num_queries + num_keys
-    skewed = F.pad(values.flip(-2), (0, num_queries)).reshape(*lead, num_queries * width)
-    skewed = skewed[..., : num_queries * (width - 1)].reshape(*lead, num_queries, width - 1)
-    return skewed.sum(dim=-2)
-
-
-def offset_column(num_queries: int, offset: int) -> int:
-    """Index of an offset in the last dimension of :func:`diagonal_sums`; may lie outside it."""
-    return num_queries - 1 + offset
+from .forms import keep_pairs
+from .masks import possible_pairs, ratio, result_dtype
 
 
 def argmax_counts(argmax: Tensor, pairs: Tensor, offset: int) -> Tensor:
@@ -91,7 +66,7 @@ def positional_confidence(
     """
     _check_offset(offset)
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
-    on_offset = keep_pairs(weights, pairs).diagonal(offset, dim1=-2, dim2=-1)
+    on_offset = keep_pairs(weights, pairs).diagonal(offset)
     count = pairs.diagonal(offset, dim1=-2, dim2=-1).sum().double()
     return ratio(on_offset.double().sum(dim=(0, -1)), count, result_dtype(weights))
 
@@ -126,8 +101,7 @@ def positional_share(
     """
     _check_offset(offset)
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
-    largest, argmax = keep_pairs(weights, pairs).max(dim=-1)
-    counts = argmax_counts(argmax.masked_fill(largest <= 0, -1), pairs, offset)
+    counts = argmax_counts(keep_pairs(weights, pairs).row_argmax(), pairs, offset)
     count = pairs.diagonal(offset, dim1=-2, dim2=-1).sum().double()
     return ratio(counts.sum(0), count, result_dtype(weights))
 
@@ -163,17 +137,15 @@ def distance_profile(
     if max_distance < 1:
         raise ValueError(f"max_distance is {max_distance}; it must be at least 1 token.")
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
-    sums = diagonal_sums(keep_pairs(weights, pairs)).double().sum(0)
-    profile = gather_distances(sums, weights.shape[-2], max_distance)
-    return ratio(profile, sums.sum(-1, keepdim=True), result_dtype(weights))
+    mass, distances = keep_pairs(weights, pairs).offset_sums()
+    profile = fold_distances(mass, distances, max_distance)
+    return ratio(profile, mass.sum(-1, keepdim=True), result_dtype(weights))
 
 
-def gather_distances(sums: Tensor, num_queries: int, max_distance: int) -> Tensor:
-    """Folds the result of :func:`diagonal_sums` into ``2 * max_distance + 3`` bins with open ends."""
-    offsets = torch.arange(sums.shape[-1], device=sums.device) - (num_queries - 1)
-    bins = offsets.clamp(-max_distance - 1, max_distance + 1) + max_distance + 1
-    out = sums.new_zeros(*sums.shape[:-1], 2 * max_distance + 3)
-    return out.index_add_(-1, bins, sums)
+def fold_distances(mass: Tensor, distances: Tensor, max_distance: int) -> Tensor:
+    """Folds mass [H, n] by distance, as ``offset_sums`` returns it, into ``2 * max_distance + 3`` bins with open ends."""
+    bins = distances.clamp(-max_distance - 1, max_distance + 1) + max_distance + 1
+    return mass.new_zeros(*mass.shape[:-1], 2 * max_distance + 3).index_add_(-1, bins, mass)
 
 
 def positional_census(confidence: Tensor, share: Tensor) -> dict[str, Any]:

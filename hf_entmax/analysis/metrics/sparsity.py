@@ -5,36 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .masks import keep_pairs, possible_pairs, ratio, result_dtype
+from .forms import HeadWeights, keep_pairs
+from .masks import possible_pairs, ratio, result_dtype
 
 
-def support_counts(weights: Tensor, threshold: float = 0.0) -> Tensor:
+def support_counts(weights: HeadWeights, threshold: float = 0.0) -> Tensor:
     """Counts the weights above ``threshold`` per sentence and head.
 
     Args:
-        weights: [B, H, T_q, T_k], zero outside the pairs that count.
+        weights: [B, H, T_q, T_k] in either form.
         threshold: weights must exceed it in size; 0 counts every nonzero weight.
 
     Returns:
         float64 [B, H].
     """
-    counted = weights != 0 if threshold == 0 else weights.abs() > threshold
-    return counted.sum(dim=(-2, -1)).double()
+    return weights.entry_sums(lambda value: value != 0 if threshold == 0 else value.abs() > threshold)
 
 
-def entropy_sums(weights: Tensor) -> Tensor:
-    """Sums the Shannon entropy of the rows per sentence, in nats.
+def entropy_sums(weights: HeadWeights) -> Tensor:
+    """Sums the Shannon entropy of the rows per sentence and head, in nats (0 log 0 = 0).
 
     Args:
-        weights: [B, H, T_q, T_k] or [B, T_q, T_k], zero outside the pairs that count (0 log 0 = 0).
+        weights: [B, H, T_q, T_k] in either form.
 
     Returns:
-        float64, the shape of ``weights`` without its last two dimensions.
+        float64 [B, H].
     """
     # clamp keeps log finite where the weight is zero; the product is then exactly zero.
-    tiny = torch.finfo(weights.dtype).tiny
-    row_entropy = -(weights * weights.clamp(min=tiny).log()).sum(dim=-1)
-    return row_entropy.double().sum(dim=-1)
+    return -weights.entry_sums(lambda value: value * value.clamp(min=torch.finfo(value.dtype).tiny).log())
 
 
 def density(
@@ -215,7 +213,7 @@ def max_weight(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = No
         Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 4.
     """
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
-    sums = keep_pairs(weights, pairs).amax(dim=-1).double().sum(dim=-1)
+    sums = keep_pairs(weights, pairs).row_max().double().sum(dim=-1)
     return ratio(sums.sum(0), num_queries(pairs).sum(), result_dtype(weights))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .forms import DenseWeights, HeadWeights, word_indicator
 from .masks import as_mask, check_weights, possible_pairs, query_mask_or_default, ratio, result_dtype
 
 
@@ -17,23 +18,6 @@ def check_word_ids(word_ids: Tensor, name: str, shape: tuple[int, ...]) -> Tenso
     if tuple(word_ids.shape) != shape:
         raise ValueError(f"{name} has shape {list(word_ids.shape)}; these weights need {list(shape)}.")
     return word_ids.long()
-
-
-def word_indicator(word_ids: Tensor, num_words: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One-hot matrix from tokens to words.
-
-    Args:
-        word_ids: long [B, T]; -1 = no word.
-        num_words: W; default: one more than the largest id.
-        dtype: of the result.
-
-    Returns:
-        [B, T, W] with a 1 where a token belongs to a word.
-    """
-    if num_words is None:
-        num_words = int(word_ids.max()) + 1 if word_ids.numel() else 0
-    words = torch.arange(num_words, device=word_ids.device)
-    return (word_ids.unsqueeze(-1) == words).to(dtype)
 
 
 def word_attention(
@@ -67,30 +51,39 @@ def word_attention(
     key_words = query_words if key_words is None else check_word_ids(key_words, "key_words", (batch, num_keys))
     if key_words.shape[1] != num_keys:
         raise ValueError(f"these weights have {num_keys} keys but {num_queries} queries: pass key_words as well.")
-    dtype = result_dtype(weights)
-    rows = word_indicator(query_words, num_query_words, dtype)
-    columns = word_indicator(key_words, num_key_words, dtype)
-    rows = rows / rows.sum(dim=1, keepdim=True).clamp(min=1.0)
-    # Padded rows and columns may hold NaN in the input; a zero in the one-hot matrices would not remove it.
-    real = (query_words >= 0).unsqueeze(-1) & (key_words >= 0).unsqueeze(-2)
-    clean = weights.to(dtype).masked_fill(~real.unsqueeze(1), 0.0)
-    return rows.transpose(1, 2).unsqueeze(1) @ clean @ columns.unsqueeze(1)
+    num_query_words = _num_words(query_words) if num_query_words is None else num_query_words
+    num_key_words = _num_words(key_words) if num_key_words is None else num_key_words
+    dense = DenseWeights(weights.to(result_dtype(weights)))
+    return mean_between_words(dense, query_words, key_words, num_query_words, num_key_words)
 
 
-def merging_sums(weights: Tensor, word_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _num_words(word_ids: Tensor) -> int:
+    return int(word_ids.max()) + 1 if word_ids.numel() else 0
+
+
+def mean_between_words(
+    weights: HeadWeights, query_words: Tensor, key_words: Tensor, num_query_words: int, num_key_words: int
+) -> Tensor:
+    """What :func:`word_attention` returns, for weights in either form and ids that were checked."""
+    sums = weights.between_words(query_words, key_words, num_query_words, num_key_words)
+    tokens = word_indicator(query_words, num_query_words, sums.dtype).sum(dim=1)
+    return sums / tokens.clamp(min=1.0)[:, None, :, None]
+
+
+def merging_sums(weights: HeadWeights, word_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums for the subword-merging score, words of several tokens apart from words of one.
 
     Args:
-        weights: [B, H, T, T], finite where both tokens belong to a word.
+        weights: [B, H, T, T] in either form, finite where both tokens belong to a word.
         word_ids: long [B, T], -1 = no word.
 
     Returns:
         ``(several, num_several, single, num_single)``: the summed scores [B, H] and the numbers of words [B], float64.
     """
-    num_words = int(word_ids.max()) + 1 if word_ids.numel() else 0
+    num_words = _num_words(word_ids)
     same = (word_ids.unsqueeze(-1) == word_ids.unsqueeze(-2)) & (word_ids >= 0).unsqueeze(-1)
-    own = weights.diagonal(dim1=-2, dim2=-1)
-    to_rest = (weights.masked_fill(~same.unsqueeze(1), 0.0)).sum(-1) - own.masked_fill((word_ids < 0).unsqueeze(1), 0.0)
+    own = weights.diagonal(0)
+    to_rest = weights.row_sums(same) - own.masked_fill((word_ids < 0).unsqueeze(1), 0.0)
     pieces = same.sum(-1)
     score = torch.where((pieces == 1).unsqueeze(1), own, to_rest)
     # Slot 0 collects the tokens that belong to no word and is dropped.
@@ -139,7 +132,7 @@ def subword_merging(weights: Tensor, word_ids: Tensor, key_mask: Tensor | None =
     word_ids = check_word_ids(word_ids, "word_ids", (batch, num_keys))
     if key_mask is not None:
         word_ids = word_ids.masked_fill(~as_mask(key_mask, "key_mask", (batch, num_keys)), -1)
-    several, num_several, single, num_single = merging_sums(weights.to(result_dtype(weights)), word_ids)
+    several, num_several, single, num_single = merging_sums(DenseWeights(weights.to(result_dtype(weights))), word_ids)
     if min_pieces == 2:
         return ratio(several.sum(0), num_several.sum(), result_dtype(weights))
     return ratio((several + single).sum(0), (num_several + num_single).sum(), result_dtype(weights))

@@ -6,10 +6,13 @@ Importing this package imports neither numba nor the kernels; the first call of 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+
+from hf_entmax.ops.sparse_rows import SparseRows
 
 _peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
@@ -66,13 +69,14 @@ def attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    need_weights: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    need_weights: bool | Literal["sparse"] = False,
+) -> tuple[Tensor, Tensor | SparseRows | None]:
     """Entmax attention on the CPU; arguments and results as in `hf_entmax.ops.entmax_attention`.
 
     Scores are computed block by block and only the nonzero weights are kept, so time and memory after the scores, and the whole
     backward pass, grow with their number. Differentiable (once) in query, key, value, alpha, position_bias and a
-    float attention_mask. The output lies in memory as ``[B, T_q, H, D_v]``.
+    float attention_mask. The output lies in memory as ``[B, T_q, H, D_v]``. With ``need_weights="sparse"`` the rows that
+    the kernel works on are handed out, except under dropout, tracing and autograd.
     """
     heads = query.shape[1]
     if not isinstance(alpha, Tensor):
@@ -90,13 +94,15 @@ def attention(
         out, weights = attention_operator(query, key, value, alpha, mask, bias, key_padding_mask, seed, *options)
         return out, weights if need_weights else None
 
-    from .function import EntmaxAttentionFunction, Inputs, run_forward
+    from .function import EntmaxAttentionFunction, Inputs, run_forward, run_sparse
     from .host import Options
 
     inputs = Inputs(query, key, value, alpha, mask, bias, key_padding_mask)
     number = 0 if seed is None else int(seed)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return EntmaxAttentionFunction.apply(number, Options(*options), *inputs)
+    if need_weights == "sparse" and dropout == 0:
+        return run_sparse(inputs, Options(*options[:-1], need_weights=False))
     out, weights, _ = run_forward(inputs, number, Options(*options), keep=False)
     return out, weights
 

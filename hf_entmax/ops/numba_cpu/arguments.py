@@ -24,6 +24,9 @@ _ADDRESSES = (
     "row_address",  # int64 [B, H, T_q]: where the row's support is stored
     "row_size",  # int32 [B, H, T_q]: size of the support; -1 - width for a row stored densely
     "row_start",  # int32 [B, H, T_q]: first column of a row stored densely
+    "row_offsets",  # int64 [B * H * T_q (+ 1)]: size of every row, or where it begins in the two below
+    "columns",  # int32 [nnz]: the support in one piece, or 0
+    "values",  # float32 [nnz]
     "counters",  # int64: next item, next thread, next slab, out of slabs
     "progress",  # int64 [items]: first block not done yet
     "slabs",  # int64 [n_slabs]: addresses of the support storage

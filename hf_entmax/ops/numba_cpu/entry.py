@@ -9,6 +9,7 @@ from .arguments import RECORD, ROWS_RECORD
 from .backward import run_backward, run_bias_gradient
 from .forward import run_forward
 from .rows import run_recompute, run_solve, run_write
+from .support_rows import run_support_rows
 
 
 def _forward(version: int):
@@ -31,6 +32,14 @@ def _bias_gradient(version: int):
     def entry(record):
         if version >= 0:
             run_bias_gradient(record)
+
+    return entry
+
+
+def _support_rows(version: int):
+    def entry(record):
+        if version >= 0:
+            run_support_rows(record)
 
     return entry
 
@@ -64,6 +73,7 @@ ENTRIES = {
     "forward": (RECORD, _forward),
     "backward": (RECORD, _backward),
     "bias_gradient": (RECORD, _bias_gradient),
+    "support_rows": (RECORD, _support_rows),
     "solve_rows": (ROWS_RECORD, _solve_rows),
     "write_rows": (ROWS_RECORD, _write_rows),
     "recompute_rows": (ROWS_RECORD, _recompute_rows),

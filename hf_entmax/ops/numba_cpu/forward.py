@@ -56,7 +56,8 @@ def zero_floats(target, n):
 
 
 @njit(error_model="numpy")
-def _copy_floats(source, target, n):
+def copy_floats(source, target, n):
+    """Write ``n`` floats from ``source`` on to ``target``."""
     k = 0
     while k + LANES <= n:
         store(target + 4 * k, load(source + 4 * k))
@@ -267,7 +268,7 @@ def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped
         for t in range(rows):
             line = r.weights + 4 * r.keys * (first_row + t)
             zero_floats(line, r.keys)
-            _copy_floats(weights + row_bytes * t, line + 4 * low, high - low)
+            copy_floats(weights + row_bytes * t, line + 4 * low, high - low)
 
 
 @njit(error_model="numpy")
@@ -342,7 +343,7 @@ def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
         if dense:
             _make_dense(r, rows, first_row, low, high, columns)
             for t in range(rows):
-                _copy_floats(columns + 4 * r.span * t, start + dense_row_bytes(r, high - low) * t, high - low)
+                copy_floats(columns + 4 * r.span * t, start + dense_row_bytes(r, high - low) * t, high - low)
     if dense:
         position = _note_dense_rows(r, rows, first_row, low, high - low, start)
         _finish_dense(r, b, h_kv, first, rows, first_row, low, high, start, columns)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.sparse_rows import SparseRows
+
 from .host import Call, Options, Support, key_limits
 
 
@@ -69,6 +71,28 @@ def run_forward(
     store_gradient = keep and any(t is not None and t.requires_grad for t in terms)
     out, weights, support = _call(inputs, seed, options).forward(keep, store_gradient)
     return _in_rows_layout(out, value), None if weights is None else weights.to(value.dtype), support
+
+
+def run_sparse(inputs: Inputs, options: Options) -> tuple[Tensor, SparseRows | Tensor]:
+    """Output, and the weights as sparse rows where few are nonzero (see `Call.weights_of`), in the dtype of ``value``.
+
+    ``options`` are without dropout and ``need_weights``. The rows are those that a backward pass would have run on.
+    """
+    query, key, value = inputs[:3]
+    if _is_empty(inputs):
+        batch, heads, queries, _ = query.shape
+        offsets = torch.zeros(batch * heads * queries + 1, dtype=torch.int64)
+        rows = SparseRows(
+            offsets, torch.empty(0, dtype=torch.int32), value.new_empty(0), (batch, heads, queries, key.shape[2])
+        )
+        return run_forward(inputs, 0, options, keep=False)[0], rows
+    call = _call(inputs, 0, options)
+    out, _, support = call.forward(keep=True, store_gradient=False)
+    assert support is not None
+    weights = call.weights_of(support)
+    if isinstance(weights, Tensor):
+        return _in_rows_layout(out, value), weights.to(value.dtype)
+    return _in_rows_layout(out, value), weights._replace(weights=weights.weights.to(value.dtype))
 
 
 def run_backward(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_entmax.ops.sparse_rows import SparseRows
 
 from . import runtime
 from .arguments import RECORD
@@ -31,6 +34,8 @@ _DENSE_ABOVE = 0.3
 # Support storage of the first launch: all that could be needed up to this size, else this share of it.
 _SMALL_STORAGE = 4 << 20
 _FIRST_SHARE = 0.04
+# Share of nonzero weights up to which going through sparse rows takes less time than through dense ones.
+_SPARSE_UP_TO = 0.15
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,33 @@ class Call:
             weights,
             Support(slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient),
         )
+
+    def weights_of(self, support: Support) -> SparseRows | Tensor:
+        """The weights of a forward pass without dropout, in float32, from what it kept.
+
+        Sparse rows where few weights are nonzero, else ``[B, H, T_q, T_k]``: every entry of a sparse row costs its
+        reader several times as much as one of a dense row.
+        """
+        r = self.record[0]
+        batch, heads, _, _ = self.shape
+        r["row_address"], r["row_size"] = support.row_address.data_ptr(), support.row_size.data_ptr()
+        r["row_start"] = support.row_start.data_ptr()
+        offsets = torch.zeros(support.row_size.shape[0] + 1, dtype=torch.int64)
+        # Sizes go one place further on, so that their running sum is where each row begins.
+        r["row_offsets"], r["weights"], r["columns"] = offsets[1:].data_ptr(), 0, 0
+        self._launch("support_rows", 64, batch * heads)
+        torch.cumsum(offsets, 0, out=offsets)
+        count = int(offsets[-1])
+        if count > _SPARSE_UP_TO * math.prod(self.shape):
+            weights = torch.empty(self.shape)
+            r["weights"] = weights.data_ptr()
+            self._launch("support_rows", 64, batch * heads)
+            return weights
+        columns, values = torch.empty(count, dtype=torch.int32), torch.empty(count)
+        r["row_offsets"], r["columns"], r["values"] = offsets.data_ptr(), columns.data_ptr(), values.data_ptr()
+        if count:
+            self._launch("support_rows", 64, batch * heads)
+        return SparseRows(offsets, columns, values, self.shape)
 
     def backward(
         self,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -90,13 +90,13 @@ def attention(
     softcap: float | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    need_weights: bool = False,
+    need_weights: bool | Literal["sparse"] = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Entmax attention by the fused kernels, for calls that `unsupported` has nothing against.
 
     Arguments, results and differentiability are those of `hf_entmax.ops.entmax_attention`. The same inputs and the same
-    state of the random number generator give the same bits, gradients included. ``need_weights=True`` writes the
-    ``[B, H, T_q, T_k]`` weights and takes that memory. Gradients of gradients are not available: the torch backend has them.
+    state of the random number generator give the same bits, gradients included. ``need_weights`` writes the
+    dense ``[B, H, T_q, T_k]`` weights and takes that memory. Gradients of gradients are not available: the torch backend has them.
     """
     lowered = _autocast_dtype(query)
     if lowered is not None:
@@ -131,7 +131,7 @@ def attention(
         softcap or 0.0,
         head_dim**-0.5 if scaling is None else float(scaling),
         float(dropout),
-        need_weights,
+        bool(need_weights),
         need_grad,
         need_grad and alphas.requires_grad,
     )
