@@ -27,6 +27,18 @@ def without_kernel(monkeypatch):
     monkeypatch.setitem(backends._loaded, "numba", "switched off")
 
 
+@pytest.mark.parametrize("record", ["RECORD", "ROWS_RECORD"])
+def test_records_lie_in_memory_as_the_kernels_read_them(record):
+    from hf_entmax.ops.numba_cpu import arguments
+
+    dtype = getattr(arguments, record)
+    kind = arguments.structure(dtype)
+    assert ctypes.sizeof(kind) == dtype.itemsize
+    assert {name: getattr(kind, name).offset for name in dtype.names} == {n: dtype.fields[n][1] for n in dtype.names}
+    with pytest.raises(AttributeError):
+        kind().no_such_field = 1
+
+
 def test_the_kernel_is_what_runs(monkeypatch):
     scores = torch.randn(3, 50)
     assert backends.row_kernel(scores) is not None and backends.row_kernel(scores.bfloat16()) is not None

@@ -187,7 +187,7 @@ def test_no_kernel_writes_dense_weights(always_rows, monkeypatch):
     written, launch = [], runtime.launch
 
     def spy(name, record, *rest):
-        written.append((name, int(record[0]["weights"])))
+        written.append((name, int(record.weights)))
         launch(name, record, *rest)
 
     monkeypatch.setattr(runtime, "launch", spy)

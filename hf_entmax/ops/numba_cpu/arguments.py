@@ -5,6 +5,9 @@ A kernel takes one pointer to one record. Nothing is specialised on shapes or dt
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
 
 _ADDRESSES = (
@@ -100,6 +103,14 @@ ROWS_RECORD = np.dtype(
     ],
     align=True,
 )
+
+
+def structure(dtype: np.dtype) -> type[Any]:
+    """A type of records of this dtype whose fields, and nothing else, are attributes: faster to set than numpy's."""
+    kinds = {"i": ctypes.c_int64, "f": ctypes.c_double}
+    fields = [(name, kinds[dtype[name].kind]) for name in dtype.names or ()]
+    return type("Record", (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+
 
 #: The value of ``progress`` for a finished item.
 DONE = 1 << 40

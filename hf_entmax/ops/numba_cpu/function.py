@@ -55,7 +55,16 @@ def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
 
 def _in_rows_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Cut off the padding of the head dimension, return to the caller's dtype, and lie in memory as [B, T, H, D]."""
+    if tensor.dtype == like.dtype and tensor.shape[-1] == like.shape[-1] and tensor.transpose(1, 2).is_contiguous():
+        return tensor
     return tensor[..., : like.shape[-1]].transpose(1, 2).to(like.dtype).contiguous().transpose(1, 2)
+
+
+def _like(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Cut off the padding of the head dimension and return to the caller's dtype."""
+    if gradient is None or (gradient.dtype == tensor.dtype and gradient.shape[-1] == tensor.shape[-1]):
+        return gradient
+    return gradient[..., : tensor.shape[-1]].to(tensor.dtype)
 
 
 def run_forward(
@@ -112,10 +121,7 @@ def run_backward(
         dout = inputs.value.new_zeros((*inputs.query.shape[:3], inputs.value.shape[-1]))
     call = _call(inputs, seed, options)
     gradients = call.backward(support, dout, dweights, wanted)
-    results = [
-        None if gradient is None else gradient[..., : tensor.shape[-1]].to(tensor.dtype)
-        for gradient, tensor in zip(gradients[:3], inputs[:3], strict=True)
-    ]
+    results = [_like(gradient, tensor) for gradient, tensor in zip(gradients[:3], inputs[:3], strict=True)]
     alpha = inputs.alpha
     results.append(None if gradients[3] is None else gradients[3].sum_to_size(alpha.shape).to(alpha.dtype))
     for term, want in zip((inputs.mask, inputs.bias), wanted[4:6], strict=True):

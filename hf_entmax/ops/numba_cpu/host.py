@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from hf_entmax.ops.sparse_rows import SparseRows
 
 from . import runtime
-from .arguments import RECORD
+from .arguments import RECORD, structure
 
+_Record = structure(RECORD)
 _LANES = 16
 # What the forward kernel notes about each row of a block.
 _ROW_LIMITS = 24
@@ -129,10 +131,11 @@ def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
     return limits, bool((flags.sum(axis=1) == high - low).all())
 
 
-def _set_rows(record: np.void, name: str, tensor: Tensor) -> None:
+def _set_rows(record: Any, name: str, tensor: Tensor) -> None:
     size, stride = tensor.element_size(), tensor.stride()
-    record[name] = tensor.data_ptr()
-    record[name + "_b"], record[name + "_h"], record[name + "_t"] = size * stride[0], size * stride[1], size * stride[2]
+    setattr(record, name, tensor.data_ptr())
+    for axis, step in zip("bht", stride, strict=False):
+        setattr(record, f"{name}_{axis}", size * step)
 
 
 def _like_rows(tensor: Tensor, width: int) -> Tensor:
@@ -175,30 +178,30 @@ class Call:
             )
         self.terms = [None if t is None else as_term(t.detach(), self.shape) for t in (mask, bias)]
         self.limits = limits
-        self.record = np.zeros(1, RECORD)
-        r = self.record[0]
+        self.record = _Record()
+        r = self.record
         for name, tensor in (("q", self.query), ("k", self.key), ("v", self.value)):
             _set_rows(r, name, tensor)
         for name, term in zip(("mask", "bias"), self.terms, strict=True):
             if term is not None:
                 _set_rows(r, name, term)
                 if name == "mask":
-                    r["mask_kind"] = 1 if term.dtype == torch.bool else 2
-        r["alpha"] = self.alpha.ctypes.data
+                    r.mask_kind = 1 if term.dtype == torch.bool else 2
+        r.alpha = self.alpha.ctypes.data
         if limits is not None:
-            r["key_limits"] = limits.ctypes.data
-        r["batch"], r["heads"], r["queries"], r["keys"] = self.shape
-        r["kv_heads"], r["groups"] = kv_heads, self.groups
-        r["depth_vectors"], r["value_vectors"] = vectors(self.query.shape[-1]), vectors(self.value.shape[-1])
-        r["causal"], r["window"] = int(options.is_causal), options.window
-        r["softcap"], r["scaling"] = options.softcap, options.scaling
+            r.key_limits = limits.ctypes.data
+        r.batch, r.heads, r.queries, r.keys = self.shape
+        r.kv_heads, r.groups = kv_heads, self.groups
+        r.depth_vectors, r.value_vectors = vectors(self.query.shape[-1]), vectors(self.value.shape[-1])
+        r.causal, r.window = int(options.is_causal), options.window
+        r.softcap, r.scaling = options.softcap, options.scaling
         if options.dropout > 0:
-            r["seed"], r["dropout_scale"] = seed, 1.0 / (1.0 - options.dropout)
-            r["dropout_limit"] = max(1, round(options.dropout * 2**32))
+            r.seed, r.dropout_scale = seed, 1.0 / (1.0 - options.dropout)
+            r.dropout_limit = max(1, round(options.dropout * 2**32))
 
     def _lay_out(self, chunks: int | None, block_rows: int | None) -> None:
         """Cut the rows into blocks and the blocks into items."""
-        r = self.record[0]
+        r = self.record
         batch, _, queries, keys = self.shape
         panel = _panel()
         padded = -(-keys // panel) * panel
@@ -219,28 +222,28 @@ class Call:
         if chunks is None:
             wanted = 1 if self.threads == 1 else -(-_ITEMS_PER_THREAD * self.threads // pairs)
             chunks = max(1, min(wanted, blocks))
-        r["chunks"], r["block_rows"], r["blocks"], r["stacked"] = chunks, block_rows, blocks, int(stacked)
-        r["direct"] = int(self.groups * queries <= _DIRECT_ROWS)
-        r["span"], r["padded_keys"] = span, padded
-        r["dense_above"] = np.inf if self.options.softcap else _DENSE_ABOVE
+        r.chunks, r.block_rows, r.blocks, r.stacked = chunks, block_rows, blocks, int(stacked)
+        r.direct = int(self.groups * queries <= _DIRECT_ROWS)
+        r.span, r.padded_keys = span, padded
+        r.dense_above = np.inf if self.options.softcap else _DENSE_ABOVE
         self.chunks, self.block_rows, self.items = chunks, block_rows, pairs * chunks
         self.span, self.padded = span, padded
 
     def _launch(self, name: str, scratch_bytes: int, items: int) -> np.ndarray:
-        r = self.record[0]
+        r = self.record
         threads = max(1, min(self.threads, items))
         scratch_bytes = -(-scratch_bytes // 64) * 64
         scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
         counters = np.zeros(4, np.int64)
-        r["scratch"], r["scratch_bytes"] = scratch.data_ptr(), scratch_bytes
-        r["counters"] = counters.ctypes.data
+        r.scratch, r.scratch_bytes = scratch.data_ptr(), scratch_bytes
+        r.counters = counters.ctypes.data
         runtime.launch(name, self.record, items, threads)
         return counters
 
     def forward(self, keep: bool, store_gradient: bool) -> tuple[Tensor, Tensor | None, Support | None]:
         """Output [B, H, T_q, D_v padded] and weights in float32, and the support if it is to be kept."""
         self._lay_out(None, None)
-        r = self.record[0]
+        r = self.record
         batch, heads, queries, keys = self.shape
         out = _like_rows(self.query, self.value.shape[-1])
         weights = torch.empty(self.shape) if self.options.need_weights else None
@@ -249,16 +252,16 @@ class Call:
         row_size, row_start = torch.empty((2, rows), dtype=torch.int32)
         progress = np.zeros(self.items, np.int64)
         _set_rows(r, "out", out)
-        r["weights"] = 0 if weights is None else weights.data_ptr()
-        r["row_address"], r["row_size"] = row_address.data_ptr(), row_size.data_ptr()
-        r["row_start"] = row_start.data_ptr()
-        r["progress"] = progress.ctypes.data
-        r["keep"], r["store_gradient"] = int(keep), int(store_gradient)
+        r.weights = 0 if weights is None else weights.data_ptr()
+        r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()
+        r.row_start = row_start.data_ptr()
+        r.progress = progress.ctypes.data
+        r.keep, r.store_gradient = int(keep), int(store_gradient)
 
-        depth, block_rows = 64 * int(r["depth_vectors"]), self.block_rows
+        depth, block_rows = 64 * int(r.depth_vectors), self.block_rows
         scratch_bytes = depth * (self.padded + block_rows) + _ROW_LIMITS * block_rows
         scratch_bytes += _BATCH_BYTES + 4 * (_LANES + 2) * (self.padded + 4 * _LANES) + 4 * block_rows * self.span + 256
-        if r["direct"]:
+        if r.direct:
             scratch_bytes -= depth * self.padded
         entry = 12 if store_gradient else 8
         block_bytes = block_rows * keys * entry + 256
@@ -276,7 +279,7 @@ class Call:
             storage = torch.empty(count * slab_bytes, dtype=torch.uint8)
             slabs.append(storage)
             table = storage.data_ptr() + slab_bytes * np.arange(count, dtype=np.int64)
-            r["slabs"], r["n_slabs"], r["slab_bytes"] = table.ctypes.data, count, slab_bytes
+            r.slabs, r.n_slabs, r.slab_bytes = table.ctypes.data, count, slab_bytes
             counters = self._launch("forward", scratch_bytes, self.items)
             if not counters[3]:
                 break
@@ -296,23 +299,23 @@ class Call:
         Sparse rows where few weights are nonzero, else ``[B, H, T_q, T_k]``: every entry of a sparse row costs its
         reader several times as much as one of a dense row.
         """
-        r = self.record[0]
+        r = self.record
         batch, heads, _, _ = self.shape
-        r["row_address"], r["row_size"] = support.row_address.data_ptr(), support.row_size.data_ptr()
-        r["row_start"] = support.row_start.data_ptr()
+        r.row_address, r.row_size = support.row_address.data_ptr(), support.row_size.data_ptr()
+        r.row_start = support.row_start.data_ptr()
         offsets = torch.zeros(support.row_size.shape[0] + 1, dtype=torch.int64)
         # Sizes go one place further on, so that their running sum is where each row begins.
-        r["row_offsets"], r["weights"], r["columns"] = offsets[1:].data_ptr(), 0, 0
+        r.row_offsets, r.weights, r.columns = offsets[1:].data_ptr(), 0, 0
         self._launch("support_rows", 64, batch * heads)
         torch.cumsum(offsets, 0, out=offsets)
         count = int(offsets[-1])
         if count > _SPARSE_UP_TO * math.prod(self.shape):
             weights = torch.empty(self.shape)
-            r["weights"] = weights.data_ptr()
+            r.weights = weights.data_ptr()
             self._launch("support_rows", 64, batch * heads)
             return weights
         columns, values = torch.empty(count, dtype=torch.int32), torch.empty(count)
-        r["row_offsets"], r["columns"], r["values"] = offsets.data_ptr(), columns.data_ptr(), values.data_ptr()
+        r.row_offsets, r.columns, r.values = offsets.data_ptr(), columns.data_ptr(), values.data_ptr()
         if count:
             self._launch("support_rows", 64, batch * heads)
         return SparseRows(offsets, columns, values, self.shape)
@@ -326,16 +329,16 @@ class Call:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of query, key, value [.., D padded] in float32 and of alpha [H] in float64, those wanted."""
         self._lay_out(support.chunks, support.block_rows)
-        r = self.record[0]
-        r["store_gradient"] = int(support.store_gradient)
+        r = self.record
+        r.store_gradient = int(support.store_gradient)
         batch, heads, _queries, _keys = self.shape
         dout = as_rows(dout)
         _set_rows(r, "dout", dout)
         if dweights is not None:
             dweights = dweights.float().contiguous()
-            r["dweights"] = dweights.data_ptr()
-        r["row_address"], r["row_size"] = support.row_address.data_ptr(), support.row_size.data_ptr()
-        r["row_start"] = support.row_start.data_ptr()
+            r.dweights = dweights.data_ptr()
+        r.row_address, r.row_size = support.row_address.data_ptr(), support.row_size.data_ptr()
+        r.row_start = support.row_start.data_ptr()
         want_q, want_k, want_v, want_alpha = wanted[:4]
         dq = dk = dv = None
         if want_q:
@@ -346,8 +349,8 @@ class Call:
         if want_v:
             dv = self._key_gradient("dv", self.value)
         dalpha = np.zeros((self.chunks, batch, heads))
-        r["dalpha"] = dalpha.ctypes.data if want_alpha else 0
-        value_bytes = 64 * int(r["value_vectors"])
+        r.dalpha = dalpha.ctypes.data if want_alpha else 0
+        value_bytes = 64 * int(r.value_vectors)
         scratch_bytes = 12 * (self.padded + 2 * _LANES) + 256
         # Packed values and score gradients are only touched where a block was dense.
         scratch_bytes += value_bytes * (self.padded + self.block_rows) + 8 * self.block_rows * self.span + 128
@@ -361,19 +364,19 @@ class Call:
         """Where the gradient of keys or values is summed: one copy per slice of a head."""
         if self.chunks == 1:
             target = _gradient_of(tensor)
-            _set_rows(self.record[0], name, target)
+            _set_rows(self.record, name, target)
             return target
         batch, kv_heads, keys, width = tensor.shape
         target = torch.empty((self.chunks, batch, kv_heads, keys, width))
-        _set_rows(self.record[0], name, target[0])
+        _set_rows(self.record, name, target[0])
         return target
 
     def bias_gradient(self, support: Support, shape: tuple[int, ...]) -> Tensor:
         """Gradient of an additive term of a shape that broadcasts to [B, H, T_q, T_k], from the stored row gradients."""
-        r = self.record[0]
+        r = self.record
         full = (1,) * (4 - len(shape)) + tuple(shape)
         target = torch.empty(full)
-        r["dbias"] = target.data_ptr()
-        r["dbias_b"], r["dbias_h"], r["dbias_q"], r["dbias_k"] = full
+        r.dbias = target.data_ptr()
+        r.dbias_b, r.dbias_h, r.dbias_q, r.dbias_k = full
         self._launch("bias_gradient", 64, full[0] * full[1] * full[2])
         return target.reshape(shape)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import runtime
-from .arguments import ROWS_RECORD
+from .arguments import ROWS_RECORD, structure
 
+_Record = structure(ROWS_RECORD)
 _LANES = 16
 # Scratch for rows that are solved sixteen at a time.
 _BATCH_BYTES = 16 * 1024
@@ -60,22 +61,22 @@ class _Call:
         self.scores = scores if scores.stride(-1) == 1 or scores.shape[-1] == 1 else scores.contiguous()
         self.rows, self.length = scores.shape
         self.u, step = _shift_alpha(u, self.rows)
-        self.record = np.zeros(1, ROWS_RECORD)
+        self.record = _Record()
         self.threads = torch.get_num_threads()
-        r = self.record[0]
-        r["scores"], r["score_step"] = self.scores.data_ptr(), 4 * self.scores.stride(0)
-        r["u"], r["u_step"] = self.u.ctypes.data, step
-        r["rows"], r["length"] = self.rows, self.length
-        r["group"] = max(1, min(_MOST_ROWS, self.rows // (_GROUPS_PER_THREAD * self.threads)))
+        r = self.record
+        r.scores, r.score_step = self.scores.data_ptr(), 4 * self.scores.stride(0)
+        r.u, r.u_step = self.u.ctypes.data, step
+        r.rows, r.length = self.rows, self.length
+        r.group = max(1, min(_MOST_ROWS, self.rows // (_GROUPS_PER_THREAD * self.threads)))
 
     def launch(self, name: str, scratch_bytes: int = 0) -> None:
-        r = self.record[0]
-        groups = -(-self.rows // int(r["group"]))
+        r = self.record
+        groups = -(-self.rows // int(r.group))
         threads = max(1, min(self.threads, groups))
         scratch_bytes = -(-scratch_bytes // 64) * 64
         scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
         counters = np.zeros(2, np.int64)
-        r["scratch"], r["scratch_bytes"], r["counters"] = scratch.data_ptr(), scratch_bytes, counters.ctypes.data
+        r.scratch, r.scratch_bytes, r.counters = scratch.data_ptr(), scratch_bytes, counters.ctypes.data
         runtime.launch(name, self.record, groups, threads)
 
 
@@ -90,15 +91,15 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> SolvedRows:
         The solution, computed in float32. A row that holds NaN or ``+inf`` has NaN for everything.
     """
     call = _Call(scores, u)
-    n, length, r = call.rows, call.length, call.record[0]
+    n, length, r = call.rows, call.length, call.record
     maximum, scale = torch.empty((2, n, 1)).unbind(0)
     shift, conjugate = torch.empty((n, 1), dtype=torch.float64), torch.empty(n, dtype=torch.float64)
     counts = torch.zeros(n, dtype=torch.int64)
     slot_bytes = -(-8 * length // 64) * 64 + 128
     slots = torch.empty(n * slot_bytes, dtype=torch.uint8)
     for name, tensor in (("maximum", maximum), ("shift", shift), ("scale", scale), ("conjugate", conjugate)):
-        r[name] = tensor.data_ptr()
-    r["counts"], r["slots"], r["slot_bytes"] = counts.data_ptr(), slots.data_ptr(), slot_bytes
+        setattr(r, name, tensor.data_ptr())
+    r.counts, r.slots, r.slot_bytes = counts.data_ptr(), slots.data_ptr(), slot_bytes
     call.launch("solve_rows", 16 * (length + 4 * _LANES) + 64 + _BATCH_BYTES + 64)
     total = int(counts.sum())
     rows = columns = None
@@ -106,10 +107,10 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> SolvedRows:
         rows, columns = torch.empty((2, total), dtype=torch.int64).unbind(0)
         probs = torch.empty(total)
         offsets = counts.cumsum(0).sub_(counts)
-        r["offsets"], r["row_index"], r["columns"] = offsets.data_ptr(), rows.data_ptr(), columns.data_ptr()
+        r.offsets, r.row_index, r.columns = offsets.data_ptr(), rows.data_ptr(), columns.data_ptr()
     else:
         probs = torch.empty(n, length)
-    r["out"] = probs.data_ptr()
+    r.out = probs.data_ptr()
     call.launch("write_rows")
     return SolvedRows(maximum, shift, scale, conjugate, probs, rows, columns)
 
@@ -128,10 +129,10 @@ def recompute_rows(
         out: contiguous float32 ``[n, V]``, overwritten.
     """
     call = _Call(scores, u)
-    r = call.record[0]
+    r = call.record
     dtypes = {"maximum": torch.float32, "shift": torch.float64, "scale": torch.float32}
     numbers = [t.to(d).contiguous() for t, d in zip((maximum, shift, scale), dtypes.values(), strict=True)]
     for name, tensor in zip(dtypes, numbers, strict=True):
-        r[name] = tensor.data_ptr()
-    r["out"] = out.data_ptr()
+        setattr(r, name, tensor.data_ptr())
+    r.out = out.data_ptr()
     call.launch("recompute_rows", 64)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -138,17 +137,17 @@ def _run_in_pool(run: Kernel, record: int, threads: int) -> None:
             helper.result()
 
 
-def launch(name: str, record: np.ndarray, items: int, threads: int) -> None:
+def launch(name: str, record: ctypes.Structure, items: int, threads: int) -> None:
     """Run a kernel over ``items`` work items on at most ``threads`` threads, and wait for it.
 
     Args:
         name: as in `kernel`.
-        record: array of one argument record.
+        record: what the kernel is told.
         items: how many work items there are; more threads than that are not started.
         threads: the most threads the record's scratch memory allows.
     """
     run = kernel(name)
-    address = record.ctypes.data
+    address = ctypes.addressof(record)
     threads = min(threads, items)
     if threads <= 1:
         run.call(address)
