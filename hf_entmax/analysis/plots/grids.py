@@ -57,4 +57,4 @@ def alpha_per_head(alphas: Any) -> Figure:
     values = {site: tensor.detach().cpu() for site, tensor in per_site(alphas, "alphas").items()}
     everything = [number for tensor in values.values() for number in finite(tensor)]
     limits = (min([1.0, *everything]), max([2.0, *everything]))
-    return head_grid(values, "α (1 = softmax, 2 = sparsemax)", limits, "cividis")
+    return head_grid(values, "α", limits, "cividis")
