@@ -213,13 +213,11 @@ def _find_candidates(
             return None
         found_row, found_column = chosen.nonzero(as_tuple=True)
         found_value = scores[found_row, found_column].to(maximum.dtype) - maximum.squeeze(-1)[found_row]
-    packed = _pack(found_row, found_column, found_value, rows, limit, -math.inf)
+    packed = _pack(found_row, found_column, found_value, rows, limit)
     return None if packed is None else (*packed, bound)
 
 
-def _pack(
-    row: Tensor, column: Tensor, value: Tensor, rows: int, limit: float, fill: float
-) -> tuple[Tensor, Tensor] | None:
+def _pack(row: Tensor, column: Tensor, value: Tensor, rows: int, limit: float) -> tuple[Tensor, Tensor] | None:
     """Entries sorted by row, as two rectangles ``[rows, K]``; None if these would hold more than ``limit`` entries."""
     count = torch.bincount(row, minlength=rows)
     widest = max(int(count.max()), 1)
@@ -227,7 +225,7 @@ def _pack(
         return None
     place = torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row]
     columns = column.new_zeros(rows, widest)
-    values = value.new_full((rows, widest), fill)
+    values = value.new_full((rows, widest), -math.inf)
     columns[row, place] = column
     values[row, place] = value
     return columns, values
@@ -362,6 +360,6 @@ def dense_probs(
     if (kernel := row_kernel(scores)) is not None and out.is_contiguous():
         kernel.recompute_rows(scores, maximum, shift, scale, u, out)
         return out
-    torch.sub(scores, maximum, out=out).sub_(shift.to(out.dtype))
+    torch.sub(scores, maximum.to(out.dtype), out=out).sub_(shift.to(out.dtype))
     out = out.copy_(expq(out, u)) if isinstance(u, Tensor) else expq_(out, u)
     return out.mul_(scale)
