@@ -12,6 +12,7 @@ the same batch, with 20 and 80 % quantiles, for an early and a late part of the 
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import tempfile
@@ -161,7 +162,9 @@ def main() -> None:
                 time_ratio_80=f"{high:.3f}",
                 loss=f"{statistics.mean(loss[first:last]):.3f}",
                 clock="wall, GPU" if torch.cuda.is_available() else "CPU time",
-                command=f"python recipes/benchmarks/training_speed.py {' '.join(sys.argv[1:])}",
+                command=shlex.join(
+                    ["python", "recipes/benchmarks/training_speed.py", args.recipe, "--steps", str(args.steps), *rest]
+                ),
                 hardware=hardware(),
                 versions=versions("accelerate"),
             )
