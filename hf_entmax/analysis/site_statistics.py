@@ -123,7 +123,10 @@ class SiteStatistics:
 
     def positional_confidence(self, offset: int = -1) -> Tensor:
         """Mean weight at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_confidence`."""
-        return self.role_scores().get(_offset_role(offset), (self._nan(),))[0]
+        if "argmax_queries" not in self.sums:
+            return self.role_scores().get(_offset_role(offset), (self._nan(),))[0]
+        mass = self.sums["distance"][..., self.max_distance + 1 + offset]
+        return self._mask(mass / self.sums["argmax_queries"][:, None, OFFSETS.index(offset)])
 
     def positional_share(self, offset: int = -1) -> Tensor:
         """Fraction of queries whose largest weight is at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_share`."""

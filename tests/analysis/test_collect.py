@@ -190,6 +190,19 @@ def test_causal_pairs_are_a_triangle():
     assert statistics.sites["decoder_self"].positional_confidence(1).isnan().all()
 
 
+def test_confidence_is_known_without_the_roles_and_the_same():
+    data = list(batches(sentences(5), 2, targets=False))
+    alone = collect(gpt2(), data, groups=("position",))
+    both = collect(gpt2(), data, groups=("position", "roles"))
+    for offset in (-1, 0):
+        found = alone.sites["decoder_self"].positional_confidence(offset)
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, both.sites["decoder_self"].positional_confidence(offset))
+        role = {-1: "previous", 0: "current"}[offset]
+        (scores,) = [values for name, values in both.sites["decoder_self"].role_scores().items() if role in name]
+        torch.testing.assert_close(found, scores[0], atol=1e-6, rtol=0)
+
+
 def test_one_token_sentences():
     statistics = collect(
         gpt2(), [{"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)}]
