@@ -290,7 +290,7 @@ def test_candidates_are_used_where_they_help_and_are_exact():
     scores = torch.randn(3, 40_003, dtype=torch.float64)
     for alpha in (1.2, 1.5, 2.0, 3.0):
         solution = solve_rows(scores, alpha - 1.0)
-        assert solution.rows is not None and solution.probs.numel() < 3 * 6000
+        assert solution.rows is not None and solution.rows.bincount().max() < 6000
         dense = torch.zeros_like(scores).index_put_((solution.rows, solution.columns), solution.probs)
         torch.testing.assert_close(dense, oracle_probs(scores, alpha), atol=1e-11, rtol=0)
     assert solve_rows(scores, 0.01).columns is None
