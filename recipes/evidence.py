@@ -3,6 +3,7 @@
     python recipes/evidence.py recipes/configs/evidence.yaml                       # everything that has no row yet
     python recipes/evidence.py recipes/configs/evidence.yaml --only inflection --workers 2 --threads 1
     python recipes/evidence.py recipes/configs/evidence.yaml --list
+    python recipes/evidence.py recipes/configs/evidence.yaml --curves            # dev scores of the runs, dev_curves.csv
 
 The list names for each job a recipe and its options. A job is done when the CSV file of its group has a row with the
 job's command; an unfinished one is resumed from its checkpoint. Rows are written by the recipes as they finish. A job that
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import hashlib
 import itertools
+import json
 import os
 import shlex
 import subprocess
@@ -49,9 +52,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its folder: the options that tell jobs apart."""
-        words = [word.lstrip("-") for word in self.options]
-        kept = [Path(word).stem if word.endswith((".yaml", "model")) else word for word in words if word != "config"]
+        """Of its folder: the options that tell jobs apart; of a model's path, which may be long, a digest."""
+        words = [word.lstrip("-") for word in self.options if word != "--config"]
+        kept = [
+            Path(word).stem if word.endswith(".yaml") else _digest(word) if word.endswith("/model") else word
+            for word in words
+        ]
         return f"{self.group}-" + "-".join(kept).replace("/", "_").replace(" ", "")
 
     def done(self, results: Path) -> bool:
@@ -89,6 +95,10 @@ def read_jobs(path: Path) -> list[Job]:
     return jobs
 
 
+def _digest(path: str) -> str:
+    return hashlib.sha256(path.encode()).hexdigest()[:8]
+
+
 def _words(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
@@ -108,6 +118,43 @@ def run(job: Job, results: Path, folder: Path, threads: int) -> bool:
     return code == 0
 
 
+#: Columns of dev_curves.csv.
+CURVES = ("group", "command", "step", "dev_score")
+
+
+def curves(jobs: list[Job], results: Path, folder: Path) -> int:
+    """Write the dev scores that finished runs have logged to ``dev_curves.csv``; of runs that are gone, its rows stay.
+
+    Returns:
+        How many runs were read.
+    """
+    path = results / "dev_curves.csv"
+    rows: dict[str, list[dict[str, Any]]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as lines:
+            for row in csv.DictReader(lines):
+                rows.setdefault(row["command"], []).append(row)
+    count = 0
+    for job in jobs:
+        log = folder / job.name / "log.jsonl"
+        if not (job.done(results) and log.exists()):
+            continue
+        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        # A run that was killed and went on has evaluated some steps twice, alike.
+        scores = {entry["step"]: round(entry["dev_score"], 3) for entry in entries if "dev_score" in entry}
+        rows[job.command] = [
+            {"group": job.group, "command": job.command, "step": step, "dev_score": score}
+            for step, score in sorted(scores.items())
+        ]
+        count += 1
+    results.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, CURVES, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row for job in sorted(rows) for row in rows[job])
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("jobs", type=Path, help="YAML list of jobs")
@@ -117,11 +164,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "recipes" / "results", help="folder of the CSV files")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="folder of the runs")
     parser.add_argument("--list", action="store_true", help="say what is done and what is open, run nothing")
+    parser.add_argument("--curves", action="store_true", help="write the dev scores of the runs, run nothing")
     args = parser.parse_args()
     jobs = [job for job in read_jobs(args.jobs) if not args.only or job.group in args.only]
     if args.list:
         for job in jobs:
             print(f"{'done' if job.done(args.results) else 'open'}  {job.command}")
+        return
+    if args.curves:
+        print(f"dev scores of {curves(jobs, args.results, args.folder)} runs in {args.results / 'dev_curves.csv'}")
         return
 
     def work(job: Job) -> bool:

@@ -42,6 +42,8 @@ import hf_entmax
 from common.batches import Batches
 from common.data import find, read_rows
 from common.finish import check_finish, finish
+from common.heads import head_statistics
+from common.outputs import output_support
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -54,12 +56,11 @@ FIELDS = (
         "optimal",
         "exhaustive",
         "single",
-        "support",
         "test_words",
-        "search_seconds",
-        "steps",
-        "best_step",
+        "output_support",
     ),
+    *(f"{what}_{site}" for site in ("encoder_self", "cross", "decoder_self") for what in ("density", "support", "js")),
+    *("steps", "best_step"),
     *("train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
 )
 
@@ -249,6 +250,19 @@ def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> 
     return {"score": mean(accuracy_per_language(right).values())}
 
 
+def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
+    """Nonzero symbols of the output and nonzero weights of the heads, given the right answers. On every process alike."""
+    examples, collate = encode(words, tokenizer), Collator(tokenizer, model=members[0])
+    batches = [
+        dict(collate(examples[start : start + 100]).to(run.accelerator.device))
+        for start in range(0, len(examples), 100)
+    ]
+    measures = {"output_support": output_support(members, batches)}
+    if len(members) == 1:  # the heads of an ensemble have nothing to do with one another
+        measures |= {name: value for name, value in head_statistics(members[0], batches).items() if name in FIELDS}
+    return measures
+
+
 def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run, beams: int) -> dict[str, Any]:
     """Beam search with a certificate over the test words; several models are averaged."""
     rows = []
@@ -313,6 +327,7 @@ def main(settings: Settings) -> None:
         members = [AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model")]
     members = [member.to(run.accelerator.device).eval() for member in members]
     measures |= search_test(members, test, tokenizer, run, settings.beams)
+    measures |= sparsity(members, dev, tokenizer, run)
     measures |= {
         "data": settings.train_split,
         "languages": len({word.language for word in test}),

@@ -5,87 +5,19 @@ python recipes/results_page.py
 
 from __future__ import annotations
 
-import csv
 import re
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import findings
+from common.tables import SITES, column, grouped, order, origin, read, spread, table
+from results_figures import shown
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "recipes" / "results"
 PAGE = ROOT / "model_cards" / "RESULTS.md"
-
-Row = dict[str, str]
-
-#: Peters et al. 2019, table 1, medium setting: mean accuracy and that of ensembles, by output and attention alpha.
-MORPHOLOGY_PAPER = {
-    ("1.0", "softmax"): (82.55, 85.68),
-    ("1.0", "1.5"): (83.20, 85.63),
-    ("1.0", "2.0"): (83.13, 85.65),
-    ("1.5", "softmax"): (84.88, 86.38),
-    ("1.5", "1.5"): (84.93, 86.55),
-    ("1.5", "2.0"): (84.93, 86.59),
-    ("2.0", "softmax"): (84.95, 86.41),
-    ("2.0", "1.5"): (85.03, 86.61),
-    ("2.0", "2.0"): (84.96, 86.47),
-}
-
-
-def read(group: str) -> list[Row]:
-    """The rows of a group; none where it has not been run."""
-    path = RESULTS / f"{group}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and, of several, the sample standard deviation."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
-
-
-def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
-    """Rows that agree in some columns, in order of first appearance."""
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[tuple(row[name] for name in names)].append(row)
-    return groups
-
-
-def column(rows: Sequence[Row], name: str, digits: int = 2, factor: float = 1.0) -> str:
-    """Mean and spread of a column; empty where a row has no number there."""
-    if not all(row.get(name) for row in rows):
-        return ""
-    return spread([factor * float(row[name]) for row in rows], digits)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [_line(head), _line(["---"] * len(head)), *(_line([str(cell) for cell in row]) for row in rows), ""]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def origin(rows: Sequence[Row]) -> list[str]:
-    """The commands, seeds left open, the hardware and the hours."""
-    commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
-    seconds = sum(float(row.get("train_seconds") or 0) for row in rows)
-    where = "; ".join(sorted({f"{row['hardware']}; {row['versions']}" for row in rows}))
-    return ["<details><summary>Commands</summary>", "", *(f"    {c}" for c in commands), "", "</details>", "",
-            f"{len(rows)} runs, {seconds / 3600:.1f} hours of training beside other work on the same two cores. {where}.", ""]  # fmt: skip
-
-
-def order(key: tuple[str, ...]) -> tuple[float, float, str]:
-    """By output, then attention: softmax, fixed, learned."""
-    attention, output = key[0], float(key[1])
-    place = 1.0 if attention == "softmax" else float(attention) if re.fullmatch(r"[\d.]+", attention) else 9.0
-    return output, place, "".join(key[2:])
-
 
 # --- Sections ----------------------------------------------------------------------------------------------------------
 
@@ -101,7 +33,7 @@ def morphology() -> list[str]:
     lines = []
     for key in sorted(groups, key=order):
         own = groups[key]
-        paper = MORPHOLOGY_PAPER.get((key[1], key[0]))
+        paper = findings.MORPHOLOGY_PAPER.get((key[1], key[0]))
         lines.append(
             [
                 f"{key[1]} / {key[0]}",
@@ -112,10 +44,12 @@ def morphology() -> list[str]:
                 column(own, "optimal", 1),
                 column(own, "exhaustive", 1),
                 column(own, "single", 1),
+                column(own, "output_support", 2),
+                column(own, "density_cross", 1, 100),
             ]
         )
     head = ["output / attention alpha", "accuracy, %", "seeds", "ensemble", "paper: mean / ensemble"]
-    head += ["certified best, %", "all known, %", "only one, %"]
+    head += ["certified best, %", "all known, %", "only one, %", "symbols possible", "cross-attention not zero, %"]
     return [
         "## Morphological inflection (Peters et al. 2019, table 1)",
         "",
@@ -124,7 +58,8 @@ def morphology() -> list[str]:
         "its recurrent models on its languages: they show its differences, not a target. *Certified best*: the search proved "
         "that its answer is the model's most probable, which sharp softmax models often allow too. *All known*: it holds every "
         "answer with a probability above 0; the paper's search is exact in this sense for 79 % of the validation words. *Only "
-        "one*: one answer has all the probability; the paper has 66 %.",
+        "one*: one answer has all the probability; the paper has 66 %. *Symbols possible*: with a probability above 0, mean over the "
+        "letters of dev's answers.",
         "",
         *table(head, lines),
         *origin(every),
@@ -148,9 +83,10 @@ def translation() -> list[str]:
                 column(own, "bleu"),
                 column(own, "chrf"),
                 spread([float(found[1]) for found in second if found]) if all(second) else "",
-                *(column(own, f"density_{site}", 1, 100) for site in ("encoder_self", "cross", "decoder_self")),
-                *(column(own, f"js_{site}") for site in ("encoder_self", "cross", "decoder_self")),
+                *(column(own, f"density_{site}", 1, 100) for site in SITES),
+                *(column(own, f"js_{site}") for site in SITES),
                 column(own, "optimal", 1),
+                column(own, "output_support", 1),
             ]
         )
     head = [
@@ -163,13 +99,14 @@ def translation() -> list[str]:
         "cross",
         "dec",
     ]
-    head += ["JS enc", "cross", "dec", "certified best, %"]
+    head += ["JS enc", "cross", "dec", "certified best, %", "words possible"]
     return [
         "## Translation, Multi30k German to English",
         "",
         "A Transformer of 3 + 3 layers, width 128, trained from scratch on 29,000 captions; all settings alike. BLEU and chrF "
         "by sacrebleu on `generate()` with a beam of 5; density and Jensen-Shannon diversity (in units of log heads) of all heads "
-        "on dev; certificates for the first 200 sentences of test 2016. Correia et al. 2019 have on IWSLT de-en 29.79 "
+        "on dev; certificates for the first 200 sentences of test 2016; *words possible* is the mean number of subwords with a "
+        "probability above 0 where dev's references stand. Correia et al. 2019 have on IWSLT de-en 29.79 "
         "(softmax), 29.83 (1.5), 29.90 (learned).",
         "",
         *table(head, lines),
@@ -186,8 +123,8 @@ def lambdas() -> list[str]:
         [
             row["mapping_options"].strip("{}"),
             row["bleu"],
-            *(row[f"support_{site}"] for site in ("encoder_self", "cross", "decoder_self")),
-            *(f"{100 * float(row[f'density_{site}']):.1f}" for site in ("encoder_self", "cross", "decoder_self")),
+            *(row[f"support_{site}"] for site in SITES),
+            *(f"{100 * float(row[f'density_{site}']):.1f}" for site in SITES),
         ]
         for row in sorted(rows, key=lambda row: float(re.sub(r"[^\d.-]", "", row["mapping_options"])))
     ]
@@ -220,6 +157,7 @@ def alpha_grid() -> list[str]:
         "results above 2.",
         "",
         *table(["alpha", "accuracy, % (output)", "accuracy, % (attention)"], lines),
+        *shown("inflection_alpha", "Accuracy by alpha"),
         *origin(rows),
     ]
 
@@ -254,43 +192,39 @@ def language_models() -> list[str]:
 def conversions() -> list[str]:
     """What a finished softmax model loses when it is made sparse."""
     lines: list[str] = []
-    for group, what, measure in (
-        ("convert_lm", "the language model", "perplexity"),
-        ("convert_mt", "the translation model", "bleu"),
+    for group, what, measure, title, unit in (
+        ("convert_lm", "the language model", "perplexity", "perplexity", "%"),
+        ("convert_mt", "the translation model", "bleu", "BLEU", "BLEU"),
     ):
         rows = read(group)
         if not rows:
             continue
+        control = next((row for row in rows if row["attention"] == "softmax"), None)
         cells = [
             [
                 row["attention"],
                 row["schedule"],
                 row["density_target"],
                 row["distill_logits"],
-                row[f"{measure}_before"],
-                row[measure],
+                f"{float(row[f'{measure}_before']):.2f}",
+                f"{float(row[measure]):.2f}",
                 row["lost"],
+                f"{findings.price(row, control):.2f}" if control else "",
                 column([row], "density", 1, 100),
             ]
             for row in rows
         ]
-        head = [
-            "attention",
-            "schedule",
-            "density target",
-            "distilled",
-            f"{measure} before",
-            "after",
-            "lost",
-            "density, %",
-        ]
+        head = ["attention", "schedule", "density target", "distilled", f"{title} before", "after"]
+        head += [f"lost, {unit}", f"lost to the control, {unit}", "density, %"]
         lines += [f"### From {what}", "", *table(head, cells), *origin(rows)]
     about = (
         "A finished softmax model trains on while alpha goes from 1 to its value (*anneal*) or has it from the start "
         "(*abrupt*); a density target is a regulariser. *Lost* is against the model before; the softmax row is the control, "
-        "which trains on for as long without becoming sparse, so that the price of sparsity is the difference to it."
+        "which trains on for as long without becoming sparse, so that the price of sparsity is what is lost to it. The figure "
+        "follows every conversion over its evaluations."
     )
-    return ["## Conversion of softmax models", "", about, "", *lines] if lines else []
+    picture = shown("conversion", "Quality against density during conversion")
+    return ["## Conversion of softmax models", "", about, "", *picture, *lines] if lines else []
 
 
 def speeds() -> list[str]:
@@ -322,6 +256,7 @@ def speeds() -> list[str]:
         "",
         f"{where}.",
         "",
+        *shown("inflection_time", "Accuracy on dev against training time"),
     ]
 
 
@@ -415,6 +350,7 @@ def heads() -> list[str]:
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
+    findings.section,
     morphology,
     alpha_grid,
     translation,

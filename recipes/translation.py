@@ -43,6 +43,7 @@ from common.batches import Batches
 from common.data import read_pairs
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.outputs import output_support
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -60,7 +61,8 @@ FIELDS = (
         "js_cross",
         "js_decoder_self",
     ),
-    *("support_encoder_self", "support_cross", "support_decoder_self", "optimal", "exhaustive", "certificates_of"),
+    *("support_encoder_self", "support_cross", "support_decoder_self", "output_support"),
+    *("optimal", "exhaustive", "certificates_of"),
     *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
 )
 
@@ -282,8 +284,9 @@ def main(settings: Settings) -> None:
     }
     shown_examples, _ = encode(shown, tokenizer, settings.max_tokens)
     parts = (shown_examples[start : start + 32] for start in range(0, len(shown_examples), 32))
-    heads = head_statistics(best, (dict(collator(part).to(run.accelerator.device)) for part in parts))
-    measures |= {name: value for name, value in heads.items() if name in FIELDS}
+    annotated = [dict(collator(part).to(run.accelerator.device)) for part in parts]
+    measures |= {name: value for name, value in head_statistics(best, annotated).items() if name in FIELDS}
+    measures["output_support"] = output_support([best], annotated)
     if settings.certificates:
         pairs = next(iter(tests.values()))[: settings.certificates]
         measures |= certificates(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)

@@ -57,10 +57,14 @@ def test_every_setting_is_one_option(data, tmp_path, attention, output_alpha):
     if attention == "softmax" and output_alpha == 1.0:
         assert "entmax_config" not in stored
         assert result["exhaustive"] == 0  # a softmax output leaves something to every word
+        assert result["output_support"] == stored["vocab_size"]
+        assert result["density_cross"] == 1.0
     else:
         wanted = {"softmax": 1.0, "1.5": 1.5, "learned": "learned"}[attention]
         assert stored["entmax_config"]["alpha"] == wanted
         assert stored["entmax_config"]["output_alpha"] == (None if output_alpha == 1.0 else output_alpha)
+        assert 1 <= result["output_support"] <= stored["vocab_size"]
+        assert 0 < result["density_cross"] <= 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,117 @@
+"""The verdicts on the papers' findings, and the figures, from rows made up for the purpose."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import findings
+import results_figures
+from common import tables
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A folder of results; the function writes a group's rows into it."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def write(group, *entries):
+        path = tmp_path / f"{group}.csv"
+        with path.open("w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, list(entries[0]))
+            writer.writeheader()
+            writer.writerows(entries)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "margin", "verdict"),
+    [
+        ([3.0, 3.1, 2.9], [1.0, 1.1, 0.9], 0.0, "found"),
+        ([1.2, 2.0, 0.5], [1.0, 1.9, 0.3], 0.0, "same direction"),
+        ([1.0, 1.9, 0.3], [1.2, 2.0, 0.5], 0.0, "not found"),
+        ([1.0, 1.1, 0.9], [3.0, 3.1, 2.9], 0.0, "opposite"),
+        ([1.0], [0.9], 0.0, "found (one seed)"),
+        ([1.0, 1.1], [1.2], 0.0, "not found (one seed)"),
+        ([1.0], [1.0], 0.0, "not found (one seed)"),
+        ([1.0], [1.2], 0.3, "found (one seed)"),  # as good, within the margin
+        ([1.0], [1.4], 0.3, "not found (one seed)"),
+        ([1.0, 1.01], [1.2, 1.21], 0.3, "found"),
+        ([1.0, 1.01], [1.8, 1.81], 0.3, "opposite"),
+    ],
+)
+def test_the_rule(better, worse, margin, verdict):
+    gap, found = findings.judge(better, worse, margin)
+    assert found == verdict
+    assert gap == pytest.approx(sum(better) / len(better) - sum(worse) / len(worse))
+
+
+def test_nothing_is_said_without_rows(rows):
+    assert findings.section() == []
+    assert all(draw() is None for draw in results_figures.DRAWN.values())
+
+
+def inflection(attention, output, accuracy, ensemble="", exhaustive=0.0, single=0.0):
+    return {"attention": attention, "output_alpha": output, "accuracy": accuracy, "ensemble": ensemble,
+            "exhaustive": exhaustive, "single": single}  # fmt: skip
+
+
+def test_inflection(rows):
+    rows("inflection", inflection("softmax", "1.0", 60.0), inflection("softmax", "1.5", 58.0),
+         inflection("1.5", "1.5", 65.0, exhaustive=80.0, single=50.0), inflection("1.5", "1.5", 67.0, exhaustive=80.0, single=50.0),
+         inflection("softmax", "1.0", 61.0, ensemble="3"))  # fmt: skip
+    sparse_output, both = findings.morphology()
+    assert (sparse_output.paper, sparse_output.verdict) == ("+2.33 %", "not found (one seed)")
+    assert (both.here, both.holds) == ("+6.00 % (66.00, 2 seeds against 60.00)", True)
+    (ensemble,) = findings.ensembles()
+    assert (ensemble.paper, ensemble.here) == ("+3.13 to +3.13 %", "+1.00 to +1.00 % (1 settings)")
+    known, only = findings.certainty()
+    assert known.verdict == "found" and only.verdict == "not found: fewer"
+    rows("inflection_beams", {"command": "python recipes/inflection.py --beams 20", "exhaustive": 90.0, "single": 51.0})
+    assert findings.certainty()[1].tried == "51.0 % with a beam of 20"
+    text = "\n".join(findings.section())
+    assert "| **not found (one seed)** |" in text  # what does not hold stands out
+    assert "there is only one possible answer*: 51.0 % with a beam of 20." in text
+
+
+def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
+    def row(attention, *js):
+        return {"attention": attention, "output_alpha": "1.0", "bleu": 30.0, "output_support": 9,
+                **{f"js_{site}": value for site, value in zip(tables.SITES, js, strict=True)}}  # fmt: skip
+
+    rows("translation", row("softmax", 0.1, 0.2, 0.3), row("1.5", 0.2, 0.3, 0.4), row("learned", 0.2, 0.1, 0.4))
+    fixed, learned = findings.diversity()
+    assert fixed.here == "encoder_self 0.20 against 0.10, cross 0.30 against 0.20, decoder_self 0.40 against 0.30"
+    assert fixed.holds and not learned.holds
+    assert [finding.verdict for finding in findings.translation()] == ["found (one seed)"] * 3
+
+
+def conversion(attention, density, lost, perplexity):
+    return {"command": attention + str(density), "attention": attention, "density": density, "lost": lost, "bleu": "",
+            "perplexity": perplexity, "schedule": "anneal", "density_target": "None", "distill_logits": "0.0"}  # fmt: skip
+
+
+def test_conversion_is_judged_against_the_control(rows):
+    rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("1.5", 0.3, -9.9, 90.1),
+         conversion("learned", 0.1, -8.0, 93.6))  # fmt: skip
+    (found,) = findings.conversions()
+    assert (
+        found.verdict == "not found against the control (one seed)"
+    )  # 4 % above it, though 8 % below the model before
+    assert "10.0 % left; 8.00 % perplexity gained against the model before, 4.00 % perplexity lost" in found.here
+    rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("learned", 0.1, -9.0, 90.9))
+    assert findings.conversions()[0].verdict == "found (one seed)"
+
+
+def test_the_committed_rows_draw_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_figures, "FIGURES", tmp_path / "model_cards" / "figures")
+    results_figures.FIGURES.mkdir(parents=True)
+    results_figures.main()
+    drawn = {path.stem for path in results_figures.FIGURES.glob("*.png")}
+    assert {"inflection_time", "conversion"} <= drawn <= set(results_figures.DRAWN)
+    committed = {path.stem for path in (Path(__file__).parents[2] / "model_cards" / "figures").glob("*.png")}
+    assert drawn <= committed
