@@ -1,20 +1,17 @@
 """Do the papers' findings hold here? Each claim, the paper's figure, ours from the rows, and a verdict by one rule.
 
-`results_page.py` puts the table on top of the page. That one setting is better than another counts as *found* when the difference
-of the means has the paper's sign and is more than twice its standard error over seeds, as *same direction* when it is
-smaller, as *opposite* when it is as far on the other side, and otherwise as *not found*; that it is as good counts as found when it
-loses at most `MARGIN`. Where a side has one seed only, the verdict says so and rests on the difference alone.
+`results_page.py` puts the table on top of the page; `common/judging.py` has the rule.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from common.judging import MARGIN, SOFTMAX, Finding, compare
 from common.tables import SITES, Row, grouped, read, table
+from findings_heads import diversity, letters, roles
 
 #: Peters et al. 2019, table 1, medium setting: mean accuracy and that of ensembles, by output and attention alpha.
 MORPHOLOGY_PAPER = {
@@ -28,74 +25,6 @@ MORPHOLOGY_PAPER = {
     ("2.0", "1.5"): (85.03, 86.61),
     ("2.0", "2.0"): (84.96, 86.47),
 }
-
-#: What a setting that is "as good" as another may lose: BLEU.
-MARGIN = 0.3
-
-#: Output and attention alpha of the softmax model.
-SOFTMAX = ("1.0", "softmax")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One claim.
-
-    Attributes:
-        claim: what the paper says, with where.
-        paper: its figure.
-        here: ours.
-        verdict: found, same direction, not found or opposite, perhaps with a reservation.
-        tried: of what does not hold, what was looked at.
-    """
-
-    claim: str
-    paper: str
-    here: str
-    verdict: str
-    tried: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether the verdict is in the paper's favour."""
-        return self.verdict.startswith(("found", "same direction"))
-
-
-def judge(better: Sequence[float], worse: Sequence[float], margin: float = 0.0) -> tuple[float, str]:
-    """Difference of two means, and what it says about the claim that it is positive (or, with a margin, not below it)."""
-    gap = statistics.fmean(better) - statistics.fmean(worse)
-    above = gap >= -margin if margin else gap > 0
-    if min(len(better), len(worse)) == 1:
-        return gap, "found (one seed)" if above else "not found (one seed)"
-    error = math.sqrt(sum(statistics.variance(side) / len(side) for side in (better, worse)))
-    if above:
-        return gap, "found" if margin or gap > 2 * error else "same direction"
-    return gap, "opposite" if gap < -2 * error else "not found"
-
-
-def compare(
-    rows: Sequence[Row],
-    claim: str,
-    paper: str,
-    better: tuple[str, str],
-    worse: tuple[str, str],
-    name: str,
-    unit: str,
-    margin: float = 0.0,
-) -> list[Finding]:
-    """That a setting (output and attention alpha) has more of something than another, or as much; none while one is missing."""
-    groups = grouped(rows, "output_alpha", "attention")
-    if not (groups.get(better) and groups.get(worse)):
-        return []
-    ours, theirs = ([float(row[name]) for row in groups[key]] for key in (better, worse))
-    gap, verdict = judge(ours, theirs, margin)
-    here = f"{gap:+.2f} {unit} ({_mean(ours)} against {_mean(theirs)})"
-    return [Finding(claim, paper, here, verdict)]
-
-
-def _mean(values: Sequence[float]) -> str:
-    many = f", {len(values)} seeds" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{many}"
-
 
 # --- Peters et al. 2019 ------------------------------------------------------------------------------------------------
 
@@ -225,63 +154,6 @@ def translation() -> list[Finding]:
 # --- Correia et al. 2019 -----------------------------------------------------------------------------------------------
 
 
-def diversity() -> list[Finding]:
-    """Figure 6: sparse heads differ more from one another."""
-    groups = grouped(read("translation"), "output_alpha", "attention")
-    soft = groups.get(SOFTMAX, [])
-    found = []
-    for kind, what in (("1.5", "alpha 1.5"), ("learned", "learned alpha")):
-        sparse = groups.get(("1.0", kind), [])
-        if not (soft and sparse):
-            continue
-        gains = {site: (_site(sparse, site), _site(soft, site)) for site in SITES}
-        here = ", ".join(f"{site} {ours:.2f} against {theirs:.2f}" for site, (ours, theirs) in gains.items())
-        verdict = "found" if all(ours > theirs for ours, theirs in gains.values()) else "not found"
-        claim = f"Correia et al., figure 6: heads with {what} are more diverse"
-        found.append(Finding(claim, "in every layer", here, verdict))
-    return found
-
-
-def _site(rows: Sequence[Row], site: str) -> float:
-    return statistics.fmean(float(row[f"js_{site}"]) for row in rows)
-
-
-#: Column of the head analysis, what the claim says, the paper's best head of the softmax and the learned model.
-ROLES = (
-    ("confidence_median_previous", "previous-token heads are surer (figure 7)", 93.5, 95.9, max),
-    ("subword_merging", "heads that merge subwords are surer (figure 8)", 80.0, 89.8, max),
-    ("interrogation", "a head finds the question mark (figure 9)", 98.5, 99.5, max),
-)
-
-
-def roles() -> list[Finding]:
-    """Figures 7 to 9: the best head for a role, softmax against learned alpha."""
-    single = read("head_analysis/heads")
-    found = []
-    for name, what, soft, learned, choose in ROLES:
-        best = {}
-        for (model,), rows in grouped(single, "model").items():
-            values = [100 * float(row[name]) for row in rows if row.get(name)]
-            if values:
-                best[model] = choose(values)
-        if not {"softmax", "learned"} <= set(best):
-            continue
-        formed = best["learned"] > 50
-        verdict = "found (one seed)" if best["learned"] > best["softmax"] else "not found (one seed)"
-        found.append(
-            Finding(
-                f"Correia et al.: {what}",
-                f"{learned:.1f} % against {soft:.1f} %",
-                f"{best['learned']:.1f} % against {best['softmax']:.1f} %",
-                verdict if formed else "not found: no such head in either model",
-                ""
-                if formed
-                else "models of 3 + 3 layers and width 128 on captions; the treebank and Tatoeba's questions as well",
-            )
-        )
-    return found
-
-
 def speed() -> list[Finding]:
     """Section 4: what sparsity costs in training."""
     rows = read("training_speed")
@@ -363,6 +235,7 @@ CLAIMS: tuple[Callable[[], list[Finding]], ...] = (
     translation,
     diversity,
     roles,
+    letters,
     speed,
     lambdas,
     conversions,

@@ -18,6 +18,7 @@ import evidence  # noqa: E402
 from common.settings import parse  # noqa: E402
 
 COMMITTED = evidence.read_jobs(RECIPES / "configs" / "evidence.yaml")
+WITH_A_GPU = evidence.read_jobs(RECIPES / "configs" / "evidence_gpu.yaml")
 
 #: A recipe that appends its row as the real ones do, and notes in calls.txt that it was called.
 TOY = """
@@ -123,12 +124,13 @@ def test_lists_with_other_keys(tmp_path, entry, message):
 
 
 class TestTheCommittedList:
-    def test_no_two_jobs_share_a_command_or_a_folder(self):
-        assert len({job.command for job in COMMITTED}) == len({job.name for job in COMMITTED}) == len(COMMITTED) > 60
-        assert max(len(job.name) for job in COMMITTED) < 200  # file names have an end
+    @pytest.mark.parametrize(("jobs", "least"), [(COMMITTED, 60), (WITH_A_GPU, 10)])
+    def test_no_two_jobs_share_a_command_or_a_folder(self, jobs, least):
+        assert len({job.command for job in jobs}) == len({job.name for job in jobs}) == len(jobs) >= least
+        assert max(len(job.name) for job in jobs) < 200  # file names have an end
 
     def test_every_job_is_one_that_its_recipe_accepts(self):
-        for job in COMMITTED:
+        for job in COMMITTED + WITH_A_GPU:
             recipe = importlib.import_module(job.recipe)
             options = [str(RECIPES.parent / word) if word.endswith(".yaml") else word for word in job.options]
             settings = parse(recipe.Settings, recipe.__doc__, [*options, "--out", "x"])

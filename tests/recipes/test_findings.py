@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import findings
 import results_figures
-from common import tables
+from common import judging, tables
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def rows(tmp_path, monkeypatch):
     ],
 )
 def test_the_rule(better, worse, margin, verdict):
-    gap, found = findings.judge(better, worse, margin)
+    gap, found = judging.judge(better, worse, margin)
     assert found == verdict
     assert gap == pytest.approx(sum(better) / len(better) - sum(worse) / len(worse))
 
