@@ -336,7 +336,7 @@ def heads() -> list[str]:
         "German PUD treebank, alignment on 100 gold-aligned sentences of Europarl, far from captions: compare the models, not "
         "with other work. In brackets the layer and head. Correia et al. report, for models ten times as large, previous-token "
         "heads of 93.5 (softmax) to 95.9 % (learned), subword-merging heads of 83 to 90 % and a question-mark head of 97 to "
-        "99.5 %; heads of such a kind have not formed here.",
+        "99.5 %.",
         "",
         *table(["model", "site", "alpha", "density, %", "nonzeros", "JS diversity"], lines),
         *table(["best head for, %", *models], best),
