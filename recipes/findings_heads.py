@@ -94,7 +94,7 @@ def letters() -> list[Finding]:
         ):
             ours, theirs = ([measure(heads, model) for model in seeds[side]] for side in (kind, "softmax"))
             _, verdict = judge(ours, theirs)
-            here = f"{mean(ours)} % against {mean(theirs)} %"
+            here = f"{mean(ours, ' %')} against {mean(theirs, ' %')}"
             found.append(Finding(f"Correia et al., figure 7, on letters: with {what} {claim}", paper, here, verdict))
     return found
 

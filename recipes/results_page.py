@@ -391,7 +391,7 @@ def positional() -> list[str]:
         "In these models heads for the previous letter have formed. Models with output alpha 1.5, on 1,200 words of dev; a "
         "head's confidence is the median over words of the weight that it gives to the previous letter, averaged over the "
         "word; a head is positional as `hf_entmax.analysis` decides it. In the last column the mean of the four surest heads, "
-        "encoder and decoder together.",
+        "encoder and decoder together. WORDS.tsv holds what the encoder reads (language, tags, letters) and the form.",
         "",
         *table(head, lines),
         "    hf-entmax analyze MODEL --compare MODEL ... --data WORDS.tsv --max-sentences 1200 --batch-size 100 --out report",

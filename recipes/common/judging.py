@@ -74,11 +74,11 @@ def compare(
         return []
     ours, theirs = ([float(row[name]) for row in groups[key]] for key in (better, worse))
     gap, verdict = judge(ours, theirs, margin)
-    here = f"{gap:+.2f} {unit} ({mean(ours)} against {mean(theirs)})"
+    here = f"{gap:+.2f} {unit}: {mean(ours)} against {mean(theirs)}"
     return [Finding(claim, paper, here, verdict)]
 
 
-def mean(values: Sequence[float]) -> str:
+def mean(values: Sequence[float], unit: str = "") -> str:
     """A mean, with the number of seeds behind it where there are several."""
-    many = f", {len(values)} seeds" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{many}"
+    many = f" ({len(values)} seeds)" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{unit}{many}"

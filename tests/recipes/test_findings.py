@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import findings
+import findings_heads
 import results_figures
 from common import judging, tables
 
@@ -66,7 +67,7 @@ def test_inflection(rows):
          inflection("softmax", "1.0", 61.0, ensemble="3"))  # fmt: skip
     sparse_output, both = findings.morphology()
     assert (sparse_output.paper, sparse_output.verdict) == ("+2.33 %", "not found (one seed)")
-    assert (both.here, both.holds) == ("+6.00 % (66.00, 2 seeds against 60.00)", True)
+    assert (both.here, both.holds) == ("+6.00 %: 66.00 (2 seeds) against 60.00", True)
     (ensemble,) = findings.ensembles()
     assert (ensemble.paper, ensemble.here) == ("+3.13 to +3.13 %", "+1.00 to +1.00 % (1 settings)")
     known, only = findings.certainty()
@@ -88,6 +89,19 @@ def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
     assert fixed.here == "encoder_self 0.20 against 0.10, cross 0.30 against 0.20, decoder_self 0.40 against 0.30"
     assert fixed.holds and not learned.holds
     assert [finding.verdict for finding in findings.translation()] == ["found (one seed)"] * 3
+
+
+def test_heads_of_several_seeds(rows):
+    def head(model, *confidences):
+        return [{"model": model, "site": "decoder_self", "layer": 0, "head": place, "alpha": 1.5,
+                 "confidence_median_previous": value} for place, value in enumerate([*confidences, ""])]  # fmt: skip
+
+    (tables.RESULTS / "head_analysis_inflection").mkdir()
+    rows("head_analysis_inflection/heads", *head("softmax-0", 0.9, 0.1, 0.1, 0.1), *head("softmax-1", 0.7, 0.1, 0.1, 0.1),
+         *head("learned-0", 0.7, 0.6, 0.6, 0.6, 0.0), *head("learned-1", 0.71, 0.6, 0.6, 0.6, 0.0))  # fmt: skip
+    surest, four = findings_heads.letters()
+    assert surest.here == "70.50 % (2 seeds) against 80.00 % (2 seeds)" and surest.verdict == "not found"
+    assert four.here == "62.62 % (2 seeds) against 27.50 % (2 seeds)" and four.verdict == "found"
 
 
 def conversion(attention, density, lost, perplexity):
