@@ -205,8 +205,9 @@ def conversions() -> list[Finding]:
             continue
         best = min(sparse, key=lambda row: float(row["lost"]))
         lost, paid = float(best["lost"]), price(best, control[0])
+        which = f"best of {len(sparse)} such conversions: " if len(sparse) > 1 else ""
         here = (
-            f"{100 * float(best['density']):.1f} % left; {_loss(lost, unit)} against the model before, "
+            f"{which}{100 * float(best['density']):.1f} % left; {_loss(lost, unit)} against the model before, "
             f"{_loss(paid, unit)} against a softmax that was trained on for as long"
         )
         verdict = "found" if paid <= aim else "not found against the control" if lost <= aim else "not found"
