@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import findings
 import findings_heads
-from common.tables import SITES, column, grouped, order, origin, read, spread, table
+from common.tables import SITES, Row, column, grouped, order, origin, read, spread, table
 from results_figures import shown
 
 ROOT = Path(__file__).parents[1]
@@ -302,9 +302,7 @@ def heads() -> list[str]:
         [
             row["model"],
             row["site"],
-            f"{float(row['alpha_mean']):.2f} ({float(row['alpha_min']):.2f} to {float(row['alpha_max']):.2f})"
-            if row["alpha_mean"]
-            else "1",
+            _alphas(row),
             f"{100 * float(row['density']):.1f}",
             f"{float(row['mean_support']):.2f}",
             f"{float(row['head_diversity']):.3f}",
@@ -335,12 +333,12 @@ def heads() -> list[str]:
     return [
         "## What the heads of the translation models do (Correia et al. 2019, section 5)",
         "",
-        "The softmax and the learned-alpha model of the translation table (seed 0), on 800 captions of Multi30k's test set of "
-        "2016 and 600 German questions of Tatoeba's dev and test sets, which these models were not trained for; syntax on the "
-        "German PUD treebank, alignment on 100 gold-aligned sentences of Europarl, far from captions: compare the models, not "
-        "with other work. In brackets the layer and head. Correia et al. report, for models ten times as large, previous-token "
-        "heads of 93.5 (softmax) to 95.9 % (learned), subword-merging heads of 83 to 90 % and a question-mark head of 97 to "
-        "99.5 %.",
+        "The models of the translation table with a softmax output and attention of softmax, 1.5 and learned alpha (seed 0), on "
+        "800 captions of Multi30k's test set of 2016 and 600 German questions of Tatoeba's dev and test sets, which these models "
+        "were not trained for; syntax on the German PUD treebank, alignment on 100 gold-aligned sentences of Europarl, far from "
+        "captions: compare the models, not with other work. In brackets the layer and head. Correia et al. report, for models "
+        "ten times as large, previous-token heads of 93.5 (softmax) to 95.9 % (learned), subword-merging heads of 83 to 90 % and "
+        "a question-mark head of 97 to 99.5 %.",
         "",
         *table(["model", "site", "alpha", "density, %", "nonzeros", "JS diversity"], lines),
         *table(["best head for, %", *models], best),
@@ -348,10 +346,17 @@ def heads() -> list[str]:
         "",
         "![Diversity of the heads](figures/heads_diversity.png)",
         "",
-        "    hf-entmax analyze LEARNED --compare SOFTMAX --data SENTENCES.tsv --conllu de_pud-ud-test.conllu.gz "
-        "--alignments de-en.jsonl.gz --language de --max-sentences 1400 --out report",
+        "    python recipes/head_evidence.py translation",
         "",
     ]
+
+
+def _alphas(row: Row) -> str:
+    """Mean and range of the heads of a site."""
+    if not row["alpha_mean"]:
+        return "1"
+    mean, least, most = (float(row[f"alpha_{name}"]) for name in ("mean", "min", "max"))
+    return f"{mean:g}" if least == most else f"{mean:.2f} ({least:.2f} to {most:.2f})"
 
 
 def positional() -> list[str]:
@@ -395,10 +400,10 @@ def positional() -> list[str]:
         "In these models heads for the previous letter have formed. Models with output alpha 1.5, on 1,200 words of dev; a "
         "head's confidence is the median over words of the weight that it gives to the previous letter, averaged over the "
         "word; a head is positional as `hf_entmax.analysis` decides it. In the last column the mean of the four surest heads, "
-        "encoder and decoder together. WORDS.tsv holds what the encoder reads (language, tags, letters) and the form.",
+        "encoder and decoder together.",
         "",
         *table(head, lines),
-        "    hf-entmax analyze MODEL --compare MODEL ... --data WORDS.tsv --max-sentences 1200 --batch-size 100 --out report",
+        "    python recipes/head_evidence.py inflection",
         "",
     ]
 

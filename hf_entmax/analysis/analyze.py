@@ -71,6 +71,7 @@ def analyze(
     tokenizer: Any = None,
     task: str | None = None,
     compare: Sequence[Any] = (),
+    names: Sequence[str] | None = None,
     conllu: str | os.PathLike[str] | None = None,
     alignments: str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] = "attention-report",
@@ -103,10 +104,11 @@ def analyze(
         tokenizer: for a loaded ``model``; default: loaded from its name or path.
         task: one of :data:`TASKS`; default: from the model's configuration.
         compare: further models (ids, folders, or loaded models), shown side by side with the first.
+        names: what to call the models in the report, in their order; default: the ends of their paths that tell them apart.
         conllu: treebank (CoNLL-U) with gold dependency heads.
         alignments: gold word alignments, see :func:`hf_entmax.analysis.alignments.read_alignments`.
         out: folder of the report; created, files in it are overwritten.
-        source_column: of ``data``. target_column: likewise.
+        source_column: of ``data``.
         target_column: of ``data``.
         split: of a Hub data set.
         dataset_config: of a Hub data set.
@@ -133,6 +135,7 @@ def analyze(
     from accelerate import Accelerator
 
     _check_options(task, importance, language, max_sentences, importance_sentences, num_examples)
+    names = _check_names(names, 1 + len(compare)) or _path_ends([model, *compare])
     accelerator = Accelerator(cpu=device == "cpu")
     problems: list[str] = []
 
@@ -144,9 +147,8 @@ def analyze(
     gold = _read_gold(conllu, alignments, max_sentences, report_problem)
     records = _records(data, gold, source_column, target_column, split, dataset_config, max_sentences)
     statistics = []
-    for place, entry in enumerate([model, *compare]):
-        loaded, words, name = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
-        name = _distinct(name, [other.name for other in statistics])
+    for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
+        loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
         run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
         statistics.append(run.measure(records, gold, importance, importance_sentences, num_examples))
         del loaded, run
@@ -370,18 +372,17 @@ def infer_task(config: Any) -> str:
     return "feature-extraction"
 
 
-def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[Any, Any, str]:
+def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[Any, Any]:
     import transformers
 
     if not isinstance(entry, (str, os.PathLike)):
-        name = getattr(entry, "name_or_path", "") or type(entry).__name__
         if tokenizer is None:
             if not getattr(entry, "name_or_path", ""):
                 raise ValueError(
                     "a model that was not loaded from a name or folder needs its tokenizer: pass tokenizer=."
                 )
             tokenizer = transformers.AutoTokenizer.from_pretrained(entry.name_or_path)
-        return entry, tokenizer, Path(name).name or name
+        return entry, tokenizer
     entry = os.fspath(entry)
     config = transformers.AutoConfig.from_pretrained(entry)
     # The class that was saved, unless the user wants another head.
@@ -403,15 +404,28 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
         raise ValueError(
             f"{entry}: no tokenizer can be loaded from there ({error}). Save the tokenizer with the model."
         ) from error
-    return loaded.to(device), tokenizer, Path(entry).name or entry
+    return loaded.to(device), tokenizer
 
 
-def _distinct(name: str, taken: list[str]) -> str:
-    number = 2
-    wanted = name
-    while name in taken:
-        name, number = f"{wanted} ({number})", number + 1
-    return name
+def _check_names(names: Sequence[str] | None, count: int) -> list[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or len(names) != count or len(set(names)) < count or not all(names):
+        raise ValueError(f"names is {names!r}; give {count} different name(s), one for each model.")
+    return list(names)
+
+
+def _path_ends(entries: Sequence[Any]) -> list[str]:
+    """The shortest ends of the models' paths that tell them apart; numbers where it is the same path."""
+    paths = [
+        entry if isinstance(entry, (str, os.PathLike)) else getattr(entry, "name_or_path", "") or type(entry).__name__
+        for entry in entries
+    ]
+    parts = [Path(path).parts or (str(path),) for path in paths]
+    lengths = range(1, max(map(len, parts)) + 1)
+    candidates = [[str(Path(*part[-length:])) for part in parts] for length in lengths]
+    ends = next(ends for ends in candidates if len(set(ends)) == len(set(parts)))
+    return [end if end not in ends[:i] else f"{end} ({ends[: i + 1].count(end)})" for i, end in enumerate(ends)]
 
 
 __all__ = ["TASKS", "Analysis", "analyze", "check_vocabulary", "infer_task"]

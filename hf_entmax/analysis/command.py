@@ -29,6 +29,13 @@ def analyze_command(
     compare: Annotated[
         list[str] | None, typer.Option(help="Another model to show side by side; repeatable.", metavar="MODEL2")
     ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to call each model, in their order; repeatable. Default: the ends of their paths.",
+            metavar="NAME",
+        ),
+    ] = None,
     conllu: Annotated[
         Path | None, typer.Option(help="Treebank in CoNLL-U: attention to gold dependency heads.", metavar="F")
     ] = None,
@@ -65,6 +72,7 @@ def analyze_command(
         data,
         task=task,
         compare=compare or (),
+        names=name or None,
         conllu=conllu,
         alignments=alignments,
         out=out,

@@ -61,7 +61,7 @@ def origin(rows: Sequence[Row]) -> list[str]:
     seconds = sum(float(row.get("train_seconds") or 0) for row in rows)
     where = "; ".join(sorted({f"{row['hardware']}; {row['versions']}" for row in rows}))
     return ["<details><summary>Commands</summary>", "", *(f"    {c}" for c in commands), "", "</details>", "",
-            f"{len(rows)} runs, {seconds / 3600:.1f} hours of training beside other work on the same two cores. {where}.", ""]  # fmt: skip
+            f"{len(rows)} run{'s' if len(rows) > 1 else ''}, {seconds / 3600:.1f} hours of training beside other work on the same two cores. {where}.", ""]  # fmt: skip
 
 
 def order(key: tuple[str, ...]) -> tuple[float, float, str]:

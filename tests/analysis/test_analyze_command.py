@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from typer.testing import CliRunner
 
 from hf_entmax import patch_model
-from hf_entmax.analysis.analyze import analyze, infer_task
+from hf_entmax.analysis.analyze import _path_ends, analyze, infer_task
 from hf_entmax.analysis.command import analyze_command
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,29 @@ def test_everything_at_once(folder, tmp_path):
     assert (tmp_path / "statistics-0.safetensors").exists() and (tmp_path / "heads.csv").exists()
     page = (tmp_path / "report.html").read_text()
     assert 'id="figure-diversity"' in page and 'id="figure-importance-masking"' in page
+
+
+def test_models_are_called_as_the_user_says_or_by_what_tells_them_apart(folder, tmp_path):
+    arguments = ("--data", folder / "pairs.tsv", "--device", "cpu", "--no-figures", "--importance", "none")
+    several = (folder / "learned", "--compare", folder / "softmax", *arguments, "--out", tmp_path / "named")
+    result = run(*several, "--name", "ours", "--name", "theirs")
+    assert result.exit_code == 0, result.output
+    models = json.loads((tmp_path / "named" / "report.json").read_text())["models"]
+    assert [model["name"] for model in models] == ["ours", "theirs"]
+    assert "theirs: " in result.output
+    for names in (["one"], ["same", "--name", "same"], ["one", "--name", ""]):
+        result = run(*several, "--name", *names)
+        assert result.exit_code == 1 and "give 2 different name(s)" in str(result.exception)
+
+
+def test_path_ends():
+    ends = _path_ends
+    assert ends(["runs/a/model", Path("runs/b/model")]) == ["a/model", "b/model"]
+    assert ends(["a/model", "b/model", "a/model/"]) == ["a/model", "b/model", "a/model (2)"]
+    assert ends(["org/name"]) == ["name"] and ends(["model", "model"]) == ["model", "model (2)"]
+    assert ends(["model", "other/model"]) == ["model", "other/model"]
+    assert ends([".", "/"]) == [".", "/"]
+    assert ends([torch.nn.Linear(1, 1), "x/y"]) == ["Linear", "y"]
 
 
 @pytest.mark.parametrize(("kind", "task"), [("bert", "masked-lm"), ("gpt2", "causal-lm")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import test_collect as shared
@@ -77,6 +78,20 @@ def test_densities(models):
     bars = plots.density_by_site({"one": models[0], "two": models[1]}).axes[0].patches
     assert bars[3].get_height() == pytest.approx(100 * float(models[1].density["encoder_self"].mean()))
     assert "(%)" in labels(figure)
+
+
+def test_many_models_leave_their_numbers_readable(models):
+    many = {f"model number {i}": models[i % 2] for i in range(10)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = plots.density_by_site(many)
+        figure.draw_without_rendering()
+    numbers = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(numbers) == 30
+    assert not any(a.overlaps(b) for place, a in enumerate(numbers) for b in numbers[:place])
+    (legend,) = figure.legends
+    assert figure.bbox.x0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= figure.bbox.x1
+    assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
 
 
 def test_diversity(models):

@@ -92,6 +92,25 @@ def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
     assert [finding.verdict for finding in findings.translation()] == ["found (one seed)"] * 3
 
 
+def test_roles_need_a_head_that_plays_them(rows):
+    def heads(previous, merging):
+        return [
+            {"model": kind, "confidence_median_previous": value, "subword_merging": other, "interrogation": ""}
+            | ({"interrogation": 0.1} if place else {})
+            for kind, values, others in zip(findings_heads.KINDS, previous, merging, strict=True)
+            for place, (value, other) in enumerate(zip(values, others, strict=True))
+        ]
+
+    (tables.RESULTS / "head_analysis").mkdir()
+    rows("head_analysis/heads", *heads([(0.6, 0.1), (0.1, 0.7), (0.2, 0.8)], [(0.3, 0.1), (0.1, 0.7), (0.2, 0.2)]))
+    previous, merging, question = findings_heads.roles()
+    assert previous.here == "softmax 60.0 %, 1.5 70.0 %, learned 80.0 %" and previous.verdict == "found (one seed)"
+    assert merging.verdict == "not found (one seed)"
+    assert question.verdict == "not found: no such head in any model" and question.tried
+    rows("head_analysis/heads", *heads([(0.6, 0.1), (0.1, 0.7), (0.2, 0.8)], [(0.3, 0.1), (0.1, 0.7), (0.2, 0.2)])[:4])
+    assert findings_heads.roles() == []  # the learned model has not been looked at
+
+
 def test_heads_of_several_seeds(rows):
     def head(model, *confidences):
         return [{"model": model, "site": "decoder_self", "layer": 0, "head": place, "alpha": 1.5,

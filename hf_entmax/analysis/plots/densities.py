@@ -70,6 +70,7 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
                         fontsize=8,
                     )
                 axis.margins(y=0.18)
+                whole_numbers(axis.yaxis)
                 if row is axes[0]:
                     axis.set_title(site_title(site))
             row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
@@ -183,7 +184,8 @@ def density_by_site(models: Any) -> Figure:
     sites = all_sites(named)
     width = 0.8 / len(named)
     with house_style():
-        figure, axes = new_figure(width=1.6 + 1.5 * len(sites), height=2.8)
+        # A bar must be as wide as the number above it.
+        figure, axes = new_figure(width=1.6 + max(1.5, 0.32 * len(named)) * len(sites), height=2.8)
         axis = axes[0][0]
         for place, (name, values) in enumerate(named.items()):
             heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
@@ -203,5 +205,5 @@ def density_by_site(models: Any) -> Figure:
         axis.set_ylim(0, 112)
         axis.grid(visible=False, axis="x")
         if len(named) > 1:
-            axis.legend(loc="upper left", bbox_to_anchor=(0, 1.14), ncols=len(named))
+            figure.legend(loc="outside upper left", ncols=min(len(named), 5))
         return figure

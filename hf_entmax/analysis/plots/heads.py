@@ -303,8 +303,9 @@ def positional_heads(statistics: Any) -> Figure:
     models = list(statistics) if isinstance(statistics, Sequence) else [statistics]
     offsets = (-1, 0, 1)
     with house_style():
-        figure, axes = new_figure(width=4.6, height=3.0)
-        axis = axes[0][0]
+        # Beside every bar stands its median; beside the axes, the legend.
+        figure, axes = new_figure(width=max(4.6, 1.4 + 1.5 * len(models)), height=3.0)
+        axis, half = axes[0][0], min(0.14, 0.22 / len(models))
         for place, model in enumerate(models):
             for spot, offset in enumerate(offsets):
                 values: list[float] = []
@@ -313,10 +314,12 @@ def positional_heads(statistics: Any) -> Figure:
                         values += positional_census(
                             value.positional_confidence(offset), value.positional_share(offset)
                         )["confidences"]
-                at = spot + (place - (len(models) - 1) / 2) * 0.7 / len(models)
+                at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
                 colour = PALETTE[place % len(PALETTE)]
                 label = model.name if spot == 0 and len(models) > 1 else None
-                spread = torch.linspace(-0.06, 0.06, max(len(values), 1)).tolist() if len(values) > 1 else [0.0]
+                spread = (
+                    torch.linspace(-0.4 * half, 0.4 * half, max(len(values), 1)).tolist() if len(values) > 1 else [0.0]
+                )
                 axis.scatter(
                     [at + shift for shift in spread[: len(values)]],
                     [100 * v for v in values],
@@ -329,15 +332,15 @@ def positional_heads(statistics: Any) -> Figure:
                 )
                 if values:
                     median = 100 * float(torch.tensor(values).quantile(0.5))
-                    axis.hlines(median, at - 0.14, at + 0.14, color=colour, linewidth=2)
-                    axis.annotate(f"{median:.1f} %", (at + 0.15, median), fontsize=8, va="center")
+                    axis.hlines(median, at - half, at + half, color=colour, linewidth=2)
+                    axis.annotate(f"{median:.1f} %", (at + half, median), fontsize=8, va="center")
                 else:
                     axis.annotate("none", (at, 2), fontsize=8, ha="center", color="#6b7280")
         axis.set_xticks(range(3), ["previous token (−1)", "same token (0)", "next token (+1)"])
         axis.set(title="Positional heads", ylabel="mean weight at that offset (%)", xlim=(-0.5, 2.6), ylim=(0, 103))
         axis.grid(visible=False, axis="x")
         if len(models) > 1:
-            axis.legend(loc="lower right")
+            figure.legend(loc="outside right upper")
         return figure
 
 

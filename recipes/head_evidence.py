@@ -1,0 +1,167 @@
+"""What the heads of the trained models do: the tables in recipes/results/head_analysis and head_analysis_inflection.
+
+    python recipes/head_evidence.py translation        # softmax, 1.5 and learned alpha, all with a softmax output
+    python recipes/head_evidence.py inflection         # the same attention, output alpha 1.5, three seeds
+
+The models are those that `recipes/evidence.py` trains from recipes/configs/evidence.yaml, in the folder it trains them in. The
+text is written beside the report, so that `hf-entmax analyze MODEL --data TEXT` sees the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import inflection
+from common.data import find, read_pairs, read_rows
+from evidence import ROOT, Job, read_jobs
+from hf_entmax.analysis import plots
+from hf_entmax.analysis.analyze import analyze
+
+ATTENTION = ("softmax", "1.5", "learned")
+
+#: Of the analysis, what the page and the findings are made from.
+TABLES = ("sites.csv", "heads.csv", "positions.csv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Models to look at, and the text to look at them with.
+
+    Attributes:
+        folder: of the tables, in the folder of results.
+        models: the names of the models and the options of the jobs that train them.
+        text: makes pairs of what the encoder and the decoder read.
+        options: of the analysis.
+        figures: names under which the page shows them, and how they are drawn.
+    """
+
+    folder: str
+    group: str
+    models: dict[str, dict[str, str]]
+    text: Callable[[], list[tuple[str, str]]]
+    options: Callable[[], dict[str, Any]]
+    figures: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+
+
+def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tuple[str, str]]:
+    """The first captions of Multi30k's test set of 2016, then German questions of Tatoeba's dev and test sets, each once."""
+    pairs = read_pairs("mt/multi30k_task1_raw/test_2016_flickr.{lang}.gz", "de", "en")[:captions]
+    asked: dict[str, str] = {}
+    for split in ("dev", "test"):
+        for english, german in read_rows(f"mt/tatoeba_de-en/{split}.en-de.tsv.gz", ("en", "de")):
+            if german.endswith("?"):
+                asked.setdefault(german, english)
+    return [*pairs, *list(asked.items())[:questions]]
+
+
+def words(count: int = 100) -> list[tuple[str, str]]:
+    """The first dev words of each of the twelve languages: language, tags and lemma; the form."""
+    settings = inflection.Settings()
+    chosen = inflection.first_of_each(inflection.read_words(settings, "dev"), count)
+    return [(word.source, word.form) for word in chosen]
+
+
+def gold() -> dict[str, Any]:
+    """Syntax of the source language, and word alignments."""
+    return {
+        "conllu": find("ud/German-PUD/de_pud-ud-test.conllu.gz"),
+        "alignments": find("alignments/de-en.jsonl.gz"),
+        "language": "de",
+    }
+
+
+STUDIES = {
+    "translation": Study(
+        "head_analysis",
+        "translation",
+        {kind: {"attention": kind, "output_alpha": "1.0", "seed": "0"} for kind in ATTENTION},
+        captions_and_questions,
+        gold,
+        {
+            "heads_density": plots.density_histograms,
+            "heads_diversity": plots.head_diversity,
+        },
+    ),
+    "inflection": Study(
+        "head_analysis_inflection",
+        "inflection",
+        {
+            f"{kind}-{seed}": {"attention": kind, "output_alpha": "1.5", "seed": str(seed)}
+            for kind in ATTENTION
+            for seed in range(3)
+        },
+        words,
+        lambda: {"batch_size": 100},
+    ),
+}
+
+
+def job_of(jobs: list[Job], group: str, wanted: dict[str, str]) -> Job:
+    """The one job of a group with these options.
+
+    Raises:
+        ValueError: if the list has none, or several.
+    """
+    found = []
+    for job in jobs:
+        given = dict(zip(job.options[::2], job.options[1::2], strict=False))
+        if job.group == group and all(given.get(f"--{name}") == value for name, value in wanted.items()):
+            found.append(job)
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} jobs of the group {group} have {wanted}; exactly one must.")
+    return found[0]
+
+
+def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path | None = None) -> None:
+    """Analyse the models of a study; write its tables, and its figures if there is a folder for them.
+
+    Raises:
+        FileNotFoundError: for a model that has not been trained, or data that are not there.
+    """
+    chosen = STUDIES[name]
+    models = [folder / job_of(jobs, chosen.group, wanted).name / "model" for wanted in chosen.models.values()]
+    if missing := [model for model in models if not model.is_dir()]:
+        raise FileNotFoundError(
+            f"there is no {', '.join(map(str, missing))}: train first, "
+            f"python recipes/evidence.py recipes/configs/evidence.yaml --only {chosen.group}."
+        )
+    pairs, options = chosen.text(), chosen.options()
+    out = folder / chosen.folder
+    out.mkdir(parents=True, exist_ok=True)
+    text = out / "sentences.tsv"
+    text.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+    first, *others = models
+    result = analyze(
+        first, text, compare=others, names=list(chosen.models), out=out, max_sentences=len(pairs), **options
+    )
+    if result.problems:
+        raise RuntimeError("the analysis is not complete: " + " ".join(result.problems))
+    (results / chosen.folder).mkdir(parents=True, exist_ok=True)
+    for table in TABLES:
+        shutil.copyfile(out / table, results / chosen.folder / table)
+    for figure, draw in chosen.figures.items() if figures else ():
+        draw(result.statistics).savefig(figures / f"{figure}.png", dpi=150)
+    print(f"wrote {', '.join(TABLES)} to {results / chosen.folder}; report: {result.report}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--results", type=Path, default=ROOT / "recipes" / "results", help="folder of the tables")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="folder of the runs")
+    parser.add_argument("--figures", type=Path, default=ROOT / "model_cards" / "figures", help="folder of the figures")
+    args = parser.parse_args()
+    jobs = read_jobs(ROOT / "recipes" / "configs" / "evidence.yaml")
+    study(args.study, jobs, args.results, args.folder, args.figures)
+
+
+if __name__ == "__main__":
+    main()
