@@ -60,8 +60,17 @@ def origin(rows: Sequence[Row]) -> list[str]:
     commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
     seconds = sum(float(row.get("train_seconds") or 0) for row in rows)
     where = "; ".join(sorted({f"{row['hardware']}; {row['versions']}" for row in rows}))
-    return ["<details><summary>Commands</summary>", "", *(f"    {c}" for c in commands), "", "</details>", "",
-            f"{len(rows)} run{'s' if len(rows) > 1 else ''}, {seconds / 3600:.1f} hours of training beside other work on the same two cores. {where}.", ""]  # fmt: skip
+    runs = f"{len(rows)} runs" if len(rows) > 1 else "One run"
+    return [
+        "<details><summary>Commands</summary>",
+        "",
+        *(f"    {command}" for command in commands),
+        "",
+        "</details>",
+        "",
+        f"{runs}, {seconds / 3600:.1f} hours of training beside other work on the same two cores. {where}.",
+        "",
+    ]
 
 
 def order(key: tuple[str, ...]) -> tuple[float, float, str]:
