@@ -40,9 +40,10 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.batches import Batches
-from common.data import read_rows
+from common.data import evenly, read_rows
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -123,12 +124,18 @@ def check_labels(train: Texts, **others: Texts) -> list[str]:
     """The classes, sorted.
 
     Raises:
-        ValueError: if there is only one, or a label of another split is not among them.
+        ValueError: if there is only one, a label of another split is not among them, or a header was read as a text.
     """
     classes = sorted({label for _, label in train})
     if len(classes) < 2:
         raise ValueError(f"all training texts have the label {classes[0]!r}: there is nothing to learn.")
     for split, texts in others.items():
+        once = [sum(label == texts[0][1] for _, label in part) == 1 for part in (train, texts)]
+        if texts[0] == train[0] and all(once) and len(train) > 20:
+            raise ValueError(
+                f"train and {split} both begin with {' / '.join(texts[0])}, a label that does not come again: it looks like a "
+                "header. Name its columns with --text and --label."
+            )
         if unknown := sorted({label for _, label in texts} - set(classes)):
             raise ValueError(f"{split} has labels that training does not have: {', '.join(unknown)}.")
     return classes
@@ -261,9 +268,9 @@ def main(settings: Settings) -> None:
     train, dev, test = read_texts(settings)
     classes = check_labels(train, dev=dev, test=test)
     if settings.dev_texts:
-        dev = dev[:: max(1, len(dev) // settings.dev_texts)][: settings.dev_texts]
+        dev = evenly(dev, settings.dev_texts)  # files are sorted by language, by class, ...
     if settings.smoke:
-        train, dev, test = (texts[:: max(1, len(texts) // 64)][:64] for texts in (train, dev, test))
+        train, dev, test = (evenly(texts, 64) for texts in (train, dev, test))
     check_finish(settings, FIELDS)
     run = Run(settings, "classification")
     set_seed(settings.seed)
@@ -271,7 +278,9 @@ def main(settings: Settings) -> None:
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
     else:
         tokenizer = train_tokenizer([text for text, _ in train], settings.vocabulary)
-    model = make_sparse(build_model(settings, len(tokenizer), classes), settings)
+    model = build_model(settings, len(tokenizer), classes)
+    check_length(model, settings.max_tokens, "max_tokens")
+    model = make_sparse(model, settings)
     examples, held, tested = (encode(part, tokenizer, classes, settings.max_tokens) for part in (train, dev, test))
     run.say(
         f"{len(examples)} training texts of {len(classes)} classes, "
@@ -295,6 +304,9 @@ def main(settings: Settings) -> None:
     training = Training(run, model, tokenizer, batches, evaluate)
     training.fit()
     best = AutoModelForSequenceClassification.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
+    answers = predict(best, tested, collator, run)
+    rows = zip(test, answers, strict=True)
+    run.write("predictions.tsv", (f"{text}\t{label}\t{classes[answer[1]]}" for (text, label), answer in rows))
     known = {text for text, _ in train}
     some = [dict(collator(tested[i : i + 64]).to(run.accelerator.device)) for i in range(0, min(len(tested), 512), 64)]
     measures: dict[str, Any] = {
@@ -302,7 +314,7 @@ def main(settings: Settings) -> None:
         "data": settings.train,
         "mapping_options": settings.mapping_options,
         "dev_accuracy": round(training.progress.best, 2),
-        **scores(predict(best, tested, collator, run), len(classes), [text in known for text, _ in test]),
+        **scores(answers, len(classes), [text in known for text, _ in test]),
         **{name: value for name, value in head_statistics(best, some).items() if name in FIELDS},
     }
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ from common.conversion import Conversion, inner
 from common.data import read_pairs
 from common.finish import PLACES, check_finish, finish
 from common.heads import head_statistics
+from common.pretrained import check_causal, check_length
 from common.results import Results, command
 from common.run import Run
 from common.settings import RunSettings, option, parse
@@ -113,8 +115,18 @@ class Settings(RunSettings):
         self.require("schedule", self.schedule in ("anneal", "abrupt"), "anneal or abrupt")
         self.require("attention_loss", self.attention_loss in ("kl", "mse"), "kl or mse")
         self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
-        for name in ("task_weight", "distill_logits", "distill_attention", "lora_rank", "evaluate_every"):
+        for name in (
+            "task_weight",
+            "distill_logits",
+            "distill_attention",
+            "lora_rank",
+            "evaluate_every",
+            "dev_sentences",
+        ):
             self.require(name, getattr(self, name) >= 0, "at least 0")
+        lm.check_sizes(self)
+        self.require("max_tokens", self.max_tokens >= 2, "at least 2")
+        self.require("beams", self.beams >= 1, "at least 1")
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
         self.require("task_weight", weighted, "above 0 where nothing is distilled")
         for name in ("temperature", "tau"):
@@ -184,11 +196,11 @@ def read_data(settings: Settings, encoder_decoder: bool) -> Any:
 
 def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
     """Blocks of text and perplexities."""
-    blocks = lm.prepare(settings, lines, tokenizer)
+    blocks, words = lm.prepare(settings, lines, tokenizer)
     whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
 
     def measure(model: Any, split: str) -> dict[str, float]:
-        found = lm.text_measures(model, blocks[split], tokenizer, run)
+        found = lm.text_measures(model, blocks[split], words[split], run)
         return {name: found[name] for name in ("perplexity", "epsilon_perplexity")}
 
     return Task(
@@ -207,6 +219,8 @@ def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: R
     """Sentence pairs and BLEU."""
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
     examples = {split: mt.encode(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
+    for split in ("train", "dev"):
+        settings.require("max_tokens", bool(examples[split]), f"larger: every {split} pair is longer")
     translate = lambda m, split, beams: mt.translate(m, pairs[split], tokenizer, run, settings.max_tokens, beams)  # noqa: E731
     return Task(
         examples["train"],
@@ -264,7 +278,7 @@ def measure(model: Any, task: Task) -> dict[str, float]:
 
 def curve(run: Run) -> list[dict[str, Any]]:
     """The evaluations of a run, from its log, where what a resumed run did again stands once."""
-    rows = []
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     path = run.folder / "log.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         entry = json.loads(line)
@@ -272,25 +286,35 @@ def curve(run: Run) -> list[dict[str, Any]]:
             values = {name.removeprefix("dev_"): value for name, value in entry.items()}
             values["stage"] = STAGES[int(values.get("stage", 2))]
             values["command"] = command(PLACES, ("--report_to",))
-            rows.append({name: values[name] for name in CURVE if name in values})
-    return rows
+            row = {name: values[name] for name in CURVE if name in values}
+            rows.setdefault((row["stage"], row["step"]), row)
+    return list(rows.values())
+
+
+def shared_curve(settings: Settings) -> Results:
+    """The evaluations of all runs, beside their results."""
+    results = Path(settings.results)
+    return Results(results.with_name(f"{results.stem}_curve.csv"), CURVE)
 
 
 def write_curve(run: Run) -> None:
-    """``curve.csv`` of the run, and its rows beside the results."""
+    """``curve.csv`` of the run, and its rows beside the results; to be called right before `finish`."""
     if not run.main:
         return
-    settings = run.settings
-    own = run.folder / "curve.csv"
-    own.unlink(missing_ok=True)
-    books = [Results(own, CURVE)]
-    if settings.results and not settings.smoke:
-        results = Path(settings.results)
-        books.append(Results(results.with_name(f"{results.stem}_curve.csv"), CURVE))
-    for row in curve(run):
-        for book in books:
-            if not book.has(command=row["command"], stage=row["stage"], step=row["step"]):
-                book.add(**row)
+    rows = curve(run)
+    path = run.folder / "curve.csv"
+    path.unlink(missing_ok=True)
+    own = Results(path, CURVE)
+    for row in rows:
+        own.add(**row)
+    if not run.settings.results or run.settings.smoke:
+        return
+    book = shared_curve(run.settings)
+    finished = (run.folder / "result.json").exists()
+    for row in rows:
+        # As in `finish`: a finished run that is resumed only tests again, any other is a run of its own.
+        if not (finished and book.has(command=row["command"], stage=row["stage"], step=row["step"])):
+            book.add(**row)
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> float:
@@ -304,32 +328,46 @@ def lost(before: dict[str, float], after: dict[str, float]) -> float:
 
 
 def model_name(where: str) -> str:
-    """The run that a folder ``RUN/model`` belongs to, or the Hub id."""
-    return Path(where).resolve().parent.name if Path(where).is_dir() else where
+    """The run of a folder ``RUN/model``, any other folder by its own name, else the Hub id."""
+    if not Path(where).is_dir():
+        return where
+    folder = Path(os.path.abspath(where))  # not resolved: a link has the name it was given
+    return (folder.parent.name if folder.name == "model" else "") or folder.name
+
+
+def load(auto: Any, where: str | Path) -> Any:
+    """A model to train or to measure: in full precision, whatever its checkpoint was stored in."""
+    return auto.from_pretrained(where, dtype=torch.float32)
 
 
 def load_student(settings: Settings, folder: Path, auto: Any) -> Any:
     """The finished model, as users load it."""
     if not settings.lora_rank:
-        return auto.from_pretrained(folder)
+        return load(auto, folder)
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(auto.from_pretrained(settings.model), folder)
+    return PeftModel.from_pretrained(load(auto, settings.model), folder)
 
 
 def main(settings: Settings) -> None:
     encoder_decoder = bool(AutoConfig.from_pretrained(settings.model).is_encoder_decoder)
     data = read_data(settings, encoder_decoder)
     check_finish(settings, FIELDS)
+    if settings.results:
+        shared_curve(settings)  # says now what is wrong with that file
     auto: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    teacher = auto.from_pretrained(settings.model).eval().requires_grad_(False)
+    teacher = load(auto, settings.model).eval().requires_grad_(False)
     if is_patched(teacher):
         raise ValueError(f"model={settings.model!r} is sparse already: give a softmax model.")
+    longest = "max_tokens" if encoder_decoder else "block"
+    check_length(teacher, getattr(settings, longest), longest)
+    if not encoder_decoder:
+        check_causal(teacher)
     run = Run(settings, "convert")
     teacher.to(run.accelerator.device)
     set_seed(settings.seed)
-    model = auto.from_pretrained(settings.model).to(run.accelerator.device)
+    model = load(auto, settings.model).to(run.accelerator.device)
     if (config := student_config(settings)) is not None:
         patch_model(model, config)
     if settings.lora_rank:
@@ -378,20 +416,20 @@ def main(settings: Settings) -> None:
                 run.say(f"{STAGES[stage]}: " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
                 run.log(0, **{f"dev_{name}": value for name, value in found.items()}, stage=stage)
     training.fit()
-    write_curve(run)
     student = load_student(settings, run.folder / "model", auto).to(run.accelerator.device).eval()
     before, after = task.test(teacher), task.test(inner(student))
     measures: dict[str, Any] = {name: value for name, value in training.summary().items() if name != "best_step"}
     measures |= {f"{name}_before": round(value, 4) for name, value in before.items()}
     measures |= {name: round(value, 4) for name, value in after.items()}
-    measures |= {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
+    measures |= {name: value for name in FIELDS if (value := getattr(settings, name, None)) is not None}
     measures |= {"lost": round(lost(before, after), 4), **head_statistics(inner(student), task.probe)}
     measures |= {
         "data": settings.train if encoder_decoder else settings.data,
-        "model": Path(settings.model).parent.name,
+        "model": model_name(settings.model),
     }
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
+    write_curve(run)
     finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,14 @@ from transformers import DataCollatorForSeq2Seq as Collator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hf_entmax
 from common.batches import Batches
-from common.data import find, read_rows
+from common.data import find, name_of, read_lists
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.outputs import output_support
 from common.run import Run
 from common.settings import RunSettings, option, parse
-from common.training import Training, make_sparse
+from common.training import Training, kind_of, make_sparse
 from hf_entmax.generation import beam_search
 
 FIELDS = (
@@ -81,6 +81,16 @@ class Settings(RunSettings):
     dropout: float = option(0.2, "everywhere but on attention weights")
     ensemble: list[str] = option([], "folders of finished models: test their averaged probabilities, train nothing")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("data", bool(self.data), "given: a file, or hub:OWNER/NAME@SPLIT")
+        for name in ("beams", "width", "layers", "heads"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("dev_words", "test_words"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
+        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+
 
 @dataclasses.dataclass(frozen=True)
 class Word:
@@ -108,12 +118,12 @@ def read_words(settings: Settings, split: str) -> list[Word]:
         rows = [
             (language, *row)
             for language in settings.languages or languages_of(where)
-            for row in read_rows(where.format(language=language, split=named), ("lemma", "form", "tags"))
+            for row in read_fields(where.format(language=language, split=named), ("lemma", "form", "tags"))
         ]
     else:
         # One table for all languages; with a column `split` where {split} does not name files of their own.
         columns = ["lang", "lemma", "form", "tags", *([] if "{split}" in where else ["split"])]
-        table = read_rows(where.replace("{split}", named), columns)
+        table = read_fields(where.replace("{split}", named), columns)
         rows = [row[:4] for row in table if len(row) == 4 or row[4] == split]
         rows = [row for row in rows if not settings.languages or row[0] in settings.languages]
     words = [Word(language, lemma, form, tuple(tags.split(";"))) for language, lemma, form, tags in rows]
@@ -122,6 +132,12 @@ def read_words(settings: Settings, split: str) -> list[Word]:
     if not words:
         raise ValueError(f"{where}: no words for the split {split!r}.")
     return words
+
+
+def read_fields(where: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """Columns of a table; a list of tags, as JSON may have it, becomes what tables have: ``V;PST``."""
+    joined = [";" if column == "tags" else " " for column in columns]
+    return [tuple(j.join(texts) for j, texts in zip(joined, row, strict=True)) for row in read_lists(where, columns)]
 
 
 def languages_of(where: str) -> list[str]:
@@ -196,13 +212,21 @@ def build_model(settings: Settings, tokenizer: Any, longest: int) -> BartForCond
     return make_sparse(model, settings)
 
 
-def kind_of(model: Any) -> dict[str, Any]:
-    """Attention and output of a finished model, in the words of the settings."""
-    if not hf_entmax.is_patched(model):
-        return {"attention": "softmax", "output_alpha": 1.0}
-    config = hf_entmax.entmax_config(model)
-    attention = config.alpha if config.mapping == "entmax" else config.mapping
-    return {"attention": "softmax" if attention == 1.0 else attention, "output_alpha": config.output_alpha or 1.0}
+def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Tokenizer, models, and what kind they are; kinds that differ are joined by ``+``.
+
+    Raises:
+        ValueError: if the models do not know the same symbols.
+    """
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+    for folder, other in zip(folders, tokenizers, strict=True):
+        if other.get_vocab() != tokenizers[0].get_vocab():
+            raise ValueError(
+                f"ensemble: {folder} does not have the symbols of {folders[0]}; average models that were trained on the same data."
+            )
+    members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders]
+    kinds = [kind_of(member) for member in members]
+    return tokenizers[0], members, {key: "+".join(dict.fromkeys(str(kind[key]) for kind in kinds)) for key in kinds[0]}
 
 
 # --- 3. Measures -------------------------------------------------------------------------------------------------------
@@ -273,8 +297,10 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run,
         for word, result in zip(part, beam_search(members, batch, num_beams=beams), strict=True):
             answer = "" if result.best is None else tokenizer.decode(result.best, skip_special_tokens=True)
             known = len(result) if result.exhaustive else 0
-            rows.append((word.language, answer == word.form, result.optimal, result.exhaustive, known))
+            rows.append((word.language, answer == word.form, result.optimal, result.exhaustive, known, word, answer))
     rows = gather(run, rows)
+    answers = sorted((word.language, word.lemma, word.form, ";".join(word.tags), answer) for *_, word, answer in rows)
+    run.write("answers.tsv", map("\t".join, answers))
     right = defaultdict(list)
     for language, flag, *_ in rows:
         right[language].append(flag)
@@ -301,9 +327,8 @@ def main(settings: Settings) -> None:
     run = Run(settings, "inflection")
     measures: dict[str, Any] = {}
     if settings.ensemble:
-        tokenizer = AutoTokenizer.from_pretrained(settings.ensemble[0])
-        members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in settings.ensemble]
-        measures |= kind_of(members[0])
+        tokenizer, members, kind = load_ensemble(settings.ensemble)
+        measures |= kind
     else:
         set_seed(settings.seed)
         tokenizer = build_tokenizer(train)
@@ -334,7 +359,7 @@ def main(settings: Settings) -> None:
         "ensemble": len(settings.ensemble) or "",
     }
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
-    finish(run, FIELDS, measures, task="text2text-generation", data="sigmorphon-2018", main_measures=["accuracy"])
+    finish(run, FIELDS, measures, task="text2text-generation", data=name_of(settings.data), main_measures=["accuracy"])
 
 
 if __name__ == "__main__":

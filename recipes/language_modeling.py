@@ -13,7 +13,8 @@ Attention is softmax, a fixed alpha or learned; so is the output. The lines of a
 equal length. The last token of a block is the first of the next, so that every token is predicted exactly once. **No state
 is carried over**: in a block a token sees only what stands before it in that block, the first ones see next to nothing, and
 perplexities are therefore higher than with a sliding window or a cache. Perplexity per word counts the words between blanks
-and one end per line, the usual way for WikiText; it compares across tokenizers, perplexity per token does not.
+and one end per line of the text itself, the usual way for WikiText; it compares across tokenizers, perplexity per token does
+not. It is left empty where ``--test_tokens`` cuts a line and the tokenizer cannot say which of its words come before the cut.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
 from common.batches import Batches
-from common.data import read_text
+from common.data import evenly, read_text
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.pretrained import check_causal, check_length
 from common.run import Run, write_atomically
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_shifted_labels, make_sparse
@@ -109,7 +111,7 @@ class Settings(RunSettings):
                 self.require(name, getattr(self, name) is None, f"left out with a pretrained model ({self.model})")
             elif getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
-        self.require("block", self.block >= 2, "at least 2")
+        check_sizes(self)
         self.require("samples", self.samples >= 0, "at least 0")
         self.require(
             "prompt", 1 <= self.prompt < self.block or not self.samples, f"between 1 and block - 1 = {self.block - 1}"
@@ -118,8 +120,27 @@ class Settings(RunSettings):
             return
         self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")
         self.require("vocabulary", self.vocabulary >= 300, "at least 300 (256 of them are the bytes)")
+        for name in ("width", "layers", "heads"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
         self.require("dropout", self.architecture == "gpt2" or not self.dropout, "0 or left out: llama has no dropout")
+        self.require("dropout", 0 <= (self.dropout or 0) < 1, "at least 0 and below 1")
+        even = self.architecture == "gpt2" or self.width // self.heads % 2 == 0
+        self.require("heads", even, f"such that each gets an even share of width={self.width}: llama turns pairs")
+
+
+def check_sizes(settings: Any) -> None:
+    """Ranges of the settings that say how much text there is, also for other recipes with such settings.
+
+    Raises:
+        ValueError: if one is out of its range.
+    """
+    settings.require("block", settings.block >= 2, "at least 2")
+    enough = settings.train_tokens == 0 or settings.train_tokens >= settings.block
+    settings.require("train_tokens", enough, f"0 for all, or at least block={settings.block}")
+    for name in ("dev_tokens", "test_tokens"):
+        count = getattr(settings, name)
+        settings.require(name, count == 0 or count >= 2, "0 for all, or at least 2: the first is not predicted")
 
 
 # --- 1. Text, tokenizer, blocks ----------------------------------------------------------------------------------------
@@ -143,16 +164,51 @@ def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> list[int]:
-    """Token ids of lines with their ends, joined; at most ``limit`` of them where that is not 0."""
+def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> tuple[list[int], int | None]:
+    """Token ids of lines with their ends, joined, and how many words they are.
+
+    Args:
+        lines: without their ends.
+        tokenizer: of the model.
+        limit: return at most so many ids; 0 for all.
+
+    Returns:
+        The ids, and the words between blanks of the text that they stand for, with one end per line; None where the limit
+        cuts a line and the tokenizer cannot say which of its words come before the cut.
+    """
     ids: list[int] = []
+    words = 0
     for start in range(0, len(lines), 1000):
         part = [line + "\n" for line in lines[start : start + 1000]]
-        for row in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]:
+        rows = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        for text, row in zip(part, rows, strict=True):
+            if limit and len(ids) + len(row) >= limit:
+                kept = limit - len(ids)
+                begun = _words_before(text, row, kept, tokenizer)
+                return ids + row[:kept], None if begun is None else words + begun
             ids += row
-        if limit and len(ids) >= limit:
-            return ids[:limit]
-    return ids
+            words += count_words(text)
+    return ids, words
+
+
+def count_words(text: str) -> int:
+    """Words between blanks, and one end per line."""
+    return len(text.split()) + text.count("\n")
+
+
+def _words_before(text: str, row: list[int], kept: int, tokenizer: Any) -> int | None:
+    """Words of a text up to the end of its first tokens, of all its tokens ``row``."""
+    if kept == len(row):
+        return count_words(text)
+    start = tokenizer.decode(row[:kept])
+    if text.startswith(start):
+        return count_words(start)
+    if not tokenizer.is_fast:
+        return None
+    places = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)["offset_mapping"]
+    # A tokenizer may drop what stands between two tokens: the cut is exact only if that is no word and no end of a line.
+    counts = {count_words(text[: places[kept - 1][1]]), count_words(text[: places[kept][0]])}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def cut(ids: list[int], length: int, whole: bool = False) -> list[Block]:
@@ -169,13 +225,6 @@ def collate(blocks: list[Block]) -> dict[str, Tensor]:
         "input_ids": torch.tensor([ids + ids[-1:] * missing for ids, missing in rows]),
         "labels": torch.tensor([ids + [-100] * missing for ids, missing in rows]),
     }
-
-
-def count_words(blocks: list[Block], tokenizer: Any) -> int:
-    """Words between blanks, and one end per line, of the text in all blocks."""
-    ids = [blocks[0]["input_ids"][0]] + [i for block in blocks for i in block["input_ids"][1:]]
-    text = tokenizer.decode(ids)
-    return len(text.split()) + text.count("\n")
 
 
 # --- 2. Model ----------------------------------------------------------------------------------------------------------
@@ -216,11 +265,19 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
 # --- 3. Measures -------------------------------------------------------------------------------------------------------
 
 
-def text_measures(model: Any, blocks: list[Block], tokenizer: Any, run: Run, size: int = 16) -> dict[str, float]:
+def text_measures(model: Any, blocks: list[Block], words: int | None, run: Run, size: int = 16) -> dict[str, float]:
     """How well a model predicts a text.
 
     ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
-    tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`).
+    tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`). The two
+    per word are also infinite where a float cannot hold them, for text with few blanks.
+
+    Args:
+        model: perhaps prepared for the processes.
+        blocks: of the text.
+        words: of the text, as `encode` counts them; None or 0 leaves out the measures per word.
+        run: its processes share the work.
+        size: blocks in a batch.
     """
     plain = run.accelerator.unwrap_model(model)
     metrics = SamplingMetrics.for_model(plain)
@@ -240,19 +297,28 @@ def text_measures(model: Any, blocks: list[Block], tokenizer: Any, run: Run, siz
         sums[2:6] += measured * torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
         sums[6] += int(nats.isinf().sum())
     tokens, nats_sum, epsilon_sum, *others = run.accelerator.reduce(sums.to(run.accelerator.device), "sum").tolist()
-    words = count_words(blocks, tokenizer)
+    per_word = {}
+    if words:
+        per_word = {"word_perplexity": _exp(nats_sum / words), "word_epsilon_perplexity": _exp(epsilon_sum / words)}
     return {
-        "perplexity": math.exp(nats_sum / tokens),
-        "word_perplexity": math.exp(nats_sum / words),
-        "epsilon_perplexity": math.exp(epsilon_sum / tokens),
-        "word_epsilon_perplexity": math.exp(epsilon_sum / words),
+        "perplexity": _exp(nats_sum / tokens),
+        "epsilon_perplexity": _exp(epsilon_sum / tokens),
+        **per_word,
         "sparsemax_score": others[0] / tokens,
         "jensen_shannon": others[1] / tokens,
         "support_size": others[2] / tokens,
         "ruled_out": others[3] / tokens,
         "tokens": tokens,
-        "words": words,
+        **({"words": words} if words else {}),
     }
+
+
+def _exp(nats: float) -> float:
+    """Infinite, not an error, where a float cannot hold it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def negative_log(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
@@ -283,14 +349,23 @@ def repetition(rows: list[list[int]], context: int) -> dict[str, float]:
 
 
 def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[str, float]:
-    """Continue test blocks by sampling from the whole distribution, write them down, and measure how they repeat."""
+    """Continue test blocks by sampling from the whole distribution, write them down, and measure how they repeat.
+
+    Nothing, with a notice, where there is no whole block or the model has diverged: its scores are no distribution.
+    """
     settings = run.settings
-    whole = [block["input_ids"] for block in blocks if len(block["input_ids"]) == settings.block]
-    chosen = whole[:: max(1, len(whole) // settings.samples)][: settings.samples]
+    chosen = evenly([b["input_ids"] for b in blocks if len(b["input_ids"]) == settings.block], settings.samples)
     if not chosen:
+        run.say(f"No samples: the test text has no whole block of {settings.block} tokens.")
+        return {}
+    texts = torch.tensor(chosen, device=run.accelerator.device)
+    with torch.no_grad():
+        finite = all((model(input_ids=text[None], use_cache=False).logits < math.inf).all() for text in texts)
+    if not finite:
+        run.say("No samples: the model has diverged, some of its logits are infinite or no numbers. Try a smaller lr.")
         return {}
     set_seed(settings.seed)
-    prompts = torch.tensor(chosen, device=run.accelerator.device)[:, : settings.prompt]
+    prompts = texts[:, : settings.prompt]
     new = settings.block - settings.prompt
     output = model.generate(
         input_ids=prompts,
@@ -303,9 +378,9 @@ def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[st
         max_new_tokens=new,
     ).tolist()
     if run.main:
-        texts = [tokenizer.decode(row[settings.prompt :]) for row in output]
         starts = [tokenizer.decode(row[: settings.prompt]) for row in output]
-        pairs = zip(starts, texts, strict=True)
+        ends = [tokenizer.decode(row[settings.prompt :]) for row in output]
+        pairs = zip(starts, ends, strict=True)
         write_atomically(run.folder / "samples.txt", "\n\n".join(f"{start}\n>>>{text}" for start, text in pairs) + "\n")
     human = {f"human_{name}": value for name, value in repetition(chosen, settings.prompt).items()}
     return repetition(output, settings.prompt) | human
@@ -321,19 +396,19 @@ def attention_measures(model: Any, blocks: list[Block], settings: Any, count: in
 # --- 4. One run --------------------------------------------------------------------------------------------------------
 
 
-def prepare(settings: Any, lines: dict[str, list[str]], tokenizer: Any) -> dict[str, list[Block]]:
-    """Blocks of train, dev and test; the training text only in whole ones."""
+def prepare(
+    settings: Any, lines: dict[str, list[str]], tokenizer: Any
+) -> tuple[dict[str, list[Block]], dict[str, int | None]]:
+    """Blocks of train, dev and test, the training text only in whole ones; and the words of each, as `encode` counts them."""
     limits = {"train": settings.train_tokens, "dev": settings.dev_tokens, "test": settings.test_tokens}
     if settings.smoke:
         limits = dict.fromkeys(limits, 8 * settings.block)
-    blocks = {
-        split: cut(encode(text, tokenizer, limits[split]), settings.block, whole=split == "train")
-        for split, text in lines.items()
-    }
+    encoded = {split: encode(text, tokenizer, limits[split]) for split, text in lines.items()}
+    blocks = {split: cut(ids, settings.block, whole=split == "train") for split, (ids, _) in encoded.items()}
     for split, found in blocks.items():
         if not found:
             raise ValueError(f"{settings.data}: the {split} text is shorter than one block of {settings.block} tokens.")
-    return blocks
+    return blocks, {split: words for split, (_, words) in encoded.items()}
 
 
 def read_splits(settings: Any) -> dict[str, list[str]]:
@@ -365,29 +440,29 @@ def main(settings: Settings) -> None:
     set_seed(settings.seed)
     if settings.model:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForCausalLM.from_pretrained(settings.model)
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer(lines["train"][:2000] if settings.smoke else lines["train"], settings.vocabulary)
         model = build_model(settings, len(tokenizer))
-    allowed = getattr(model.config, "max_position_embeddings", None)
-    settings.require(
-        "block", allowed is None or settings.block <= allowed, f"at most {allowed}, all that the model can see"
-    )
+    check_length(model, settings.block, "block")
+    if settings.model:
+        check_causal(model)
     model = make_sparse(model, settings)
-    blocks = prepare(settings, lines, tokenizer)
+    blocks, words = prepare(settings, lines, tokenizer)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     run.say(f"{len(blocks['train'])} training blocks of {settings.block} tokens, {size:.2f} M parameters")
 
     def evaluate(current: Any) -> dict[str, float]:
-        measures = text_measures(current, blocks["dev"], tokenizer, run)
+        measures = text_measures(current, blocks["dev"], words["dev"], run)
         return {"score": -measures["epsilon_perplexity"], **measures}
 
     training = Training(
         run, model, tokenizer, training_batches(blocks["train"], run), evaluate, count=count_shifted_labels
     )
     training.fit()
-    best = AutoModelForCausalLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
-    test = text_measures(best, blocks["test"], tokenizer, run)
+    best = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    best = best.to(run.accelerator.device).eval()
+    test = text_measures(best, blocks["test"], words["test"], run)
     measures: dict[str, Any] = {
         **training.summary(),
         "data": settings.data,
@@ -395,7 +470,7 @@ def main(settings: Settings) -> None:
         "mapping_options": settings.mapping_options,
         "dev_epsilon_perplexity": round(-training.progress.best, 3),
         "test_tokens": int(test.pop("tokens")),
-        "test_words": int(test.pop("words")),
+        "test_words": test.pop("words", ""),
         **{name: round(value, 4) for name, value in test.items()},
         **attention_measures(best, blocks["dev"], settings),
     }

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import translation
 from common.batches import Batches
-from common.data import read_lists
+from common.data import name_of, read_lists
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -125,7 +126,8 @@ def read_articles(settings: Settings, split: str) -> list[Article]:
 
 def build_model(settings: Settings, vocabulary: int) -> Any:
     """A model from scratch, as for translation, that reads texts and writes short summaries."""
-    model = translation.build_model(settings, vocabulary)  # type: ignore[arg-type] - it has the fields that are used
+    longest = max(settings.max_tokens, settings.max_summary)
+    model = translation.build_model(settings, vocabulary, longest)  # type: ignore[arg-type] - it has the fields it uses
     model.generation_config.max_new_tokens = settings.max_summary
     return model
 
@@ -190,15 +192,19 @@ def main(settings: Settings) -> None:
     if settings.model:
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
         model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
+        check_length(model, settings.max_tokens, "max_tokens")
+        check_length(model, settings.max_summary, "max_summary")
+        model.generation_config.max_length, model.generation_config.max_new_tokens = None, settings.max_summary
     else:
         tokenizer = translation.train_tokenizer(
             [(article.text, article.references[0]) for article in train], settings.vocabulary
         )
         model = build_model(settings, len(tokenizer))
     model = make_sparse(model, settings)
-    examples = encode(train, tokenizer, settings)
-    if not examples:
-        raise ValueError(f"max_summary={settings.max_summary}: every training summary is longer; raise it.")
+    examples, shown = encode(train, tokenizer, settings), encode(dev, tokenizer, settings)[:64]
+    for split, kept in (("training", examples), ("dev", shown)):
+        if not kept:
+            raise ValueError(f"max_summary={settings.max_summary}: every {split} summary is longer; raise it.")
     run.say(
         f"{len(examples)} training texts ({len(train) - len(examples)} with a summary over {settings.max_summary} tokens "
         f"left out), {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
@@ -222,13 +228,13 @@ def main(settings: Settings) -> None:
     training.fit()
     best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
     summaries = summarise(best, test, tokenizer, run, settings, settings.beams)
+    run.write("summaries.txt", summaries)
     references = [article.references for article in test]
     found = {
         "": rouge(summaries, references),
         "first_": rouge(summaries, [own[:1] for own in references]),
         "lead_": rouge([article.lead for article in test], references),
     }
-    shown = encode(dev, tokenizer, settings)[:64]
     some = [dict(collator(shown[i : i + 16]).to(run.accelerator.device)) for i in range(0, len(shown), 16)]
     lengths = [len(ids) for ids in encode_sources(test, tokenizer, settings)]
     measures: dict[str, Any] = {
@@ -244,8 +250,7 @@ def main(settings: Settings) -> None:
     }
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     run.say(f"For example: {summaries[0]}")
-    data = Path(settings.train).parent.name or settings.train
-    finish(run, FIELDS, measures, task="summarization", data=data, main_measures=list(KINDS))
+    finish(run, FIELDS, measures, task="summarization", data=name_of(settings.train), main_measures=list(KINDS))
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.batches import Batches
-from common.data import read_pairs
+from common.data import name_of, read_pairs
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.outputs import output_support
+from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
@@ -83,7 +84,9 @@ class Settings(RunSettings):
     layers: int = option(3, "from scratch: of encoder and of decoder")
     heads: int = option(4, "from scratch: per layer")
     dropout: float = option(0.1, "from scratch: everywhere but on attention weights")
-    max_tokens: int = option(128, "longest sentence in tokens; longer pairs are left out of training, and counted")
+    max_tokens: int = option(
+        128, "longest sentence in tokens, also of a translation; longer pairs are left out of training, and counted"
+    )
     dev_sentences: int = option(500, "dev pairs that are translated greedily after each epoch; 0 for all")
     beams: int = option(5, "beam width on the test sets")
     certificates: int = option(200, "sentences of the first test set to search with a certificate; 0 for none")
@@ -93,8 +96,14 @@ class Settings(RunSettings):
         self.require("architecture", self.architecture in ("bart", "marian", "t5"), "bart, marian or t5")
         for name in ("train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
-        for name in ("beams", "max_tokens"):
+        for name in ("beams", "layers", "heads", "width"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_tokens", "vocabulary"):
+            self.require(name, getattr(self, name) >= 4, "at least 4")
+        for name in ("dev_sentences", "certificates"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
+        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
 
 
 # --- 1. Tokenizer and model --------------------------------------------------------------------------------------------
@@ -122,8 +131,8 @@ def train_tokenizer(pairs: Pairs, size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(settings: Settings, vocabulary: int) -> Any:
-    """A model from scratch in the shape of a known family."""
+def build_model(settings: Settings, vocabulary: int, longest: int) -> Any:
+    """A model from scratch in the shape of a known family, for texts of at most ``longest`` tokens."""
     width, layers, heads = settings.width, settings.layers, settings.heads
     special = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     if settings.architecture == "t5":
@@ -149,7 +158,7 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
             decoder_attention_heads=heads,
             encoder_ffn_dim=4 * width,
             decoder_ffn_dim=4 * width,
-            max_position_embeddings=settings.max_tokens + 8,
+            max_position_embeddings=longest + 8,
             dropout=settings.dropout,
             scale_embedding=True,
             bos_token_id=1,
@@ -158,7 +167,7 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
         )
     model = AutoModelForSeq2SeqLM.from_config(config)
     model.generation_config.max_length = None
-    model.generation_config.max_new_tokens = settings.max_tokens
+    model.generation_config.max_new_tokens = longest
     return model
 
 
@@ -187,26 +196,42 @@ def sentences(pairs: Pairs, tokenizer: Any, run: Run, longest: int, size: int = 
     return Batches(rows, collate, lambda row: len(row[1]), run.accelerator, size)
 
 
-def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> dict[str, float]:
-    """BLEU and chrF of ``generate()``; see sacrebleu for their signatures."""
+def translations(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> list[str]:
+    """What ``generate()`` makes of the sources, in their order, on all processes."""
     plain = run.accelerator.unwrap_model(model)
     found: list[tuple[int, str]] = []
     for batch in tqdm(
         list(sentences(pairs, tokenizer, run, longest).in_order()), disable=not run.main, mininterval=5, unit="batch"
     ):
         rows = batch.pop("rows")
-        output = plain.generate(**batch, num_beams=beams)
+        # Without a number of its own a pretrained model would stop after 20 tokens.
+        output = plain.generate(**batch, num_beams=beams, max_new_tokens=longest)
         found += zip(rows, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
     if run.accelerator.num_processes > 1:
         parts: list[Any] = [None] * run.accelerator.num_processes
         torch.distributed.all_gather_object(parts, found)
         found = [row for part in parts for row in part]
-    hypotheses = [text for _, text in sorted(found)]
+    return [text for _, text in sorted(found)]
+
+
+def bleu_and_chrf(hypotheses: list[str], pairs: Pairs) -> dict[str, float]:
+    """See sacrebleu for their signatures."""
     references = [[target for _, target in pairs]]
     return {
         "bleu": sacrebleu.corpus_bleu(hypotheses, references).score,
         "chrf": sacrebleu.corpus_chrf(hypotheses, references).score,
     }
+
+
+def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> dict[str, float]:
+    """BLEU and chrF of a model."""
+    return bleu_and_chrf(translations(model, pairs, tokenizer, run, longest, beams), pairs)
+
+
+def names_of_sets(places: list[str]) -> list[str]:
+    """What to call the test sets: by their files, or by the whole path where these are called alike."""
+    short = [Path(where).name.partition(".")[0] for where in places]
+    return short if len(set(short)) == len(short) else [where.replace("/", "_") for where in places]
 
 
 def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> dict[str, float]:
@@ -216,7 +241,7 @@ def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: in
         texts = [source for source, _ in pairs[start : start + 32]]
         batch = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
         inputs = {name: batch[name].to(run.accelerator.device) for name in ("input_ids", "attention_mask")}
-        results += beam_search(model, inputs, num_beams=beams)
+        results += beam_search(model, inputs, num_beams=beams, max_new_tokens=longest)
     return {
         "optimal": round(100 * sum(result.optimal for result in results) / len(results), 2),
         "exhaustive": round(100 * sum(result.exhaustive for result in results) / len(results), 2),
@@ -229,8 +254,10 @@ def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: in
 
 def main(settings: Settings) -> None:
     train, dev = (read_pairs(where, settings.source, settings.target) for where in (settings.train, settings.dev))
+    names = names_of_sets(settings.test)
     tests = {
-        Path(where).name.split(".")[0]: read_pairs(where, settings.source, settings.target) for where in settings.test
+        name: read_pairs(where, settings.source, settings.target)
+        for name, where in zip(names, settings.test, strict=True)
     }
     if settings.smoke:
         train, dev, tests = train[:200], dev[:8], {name: pairs[:8] for name, pairs in tests.items()}
@@ -241,11 +268,17 @@ def main(settings: Settings) -> None:
     if settings.model:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
         model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
+        check_length(model, settings.max_tokens, "max_tokens")
+        model.generation_config.max_length, model.generation_config.max_new_tokens = None, settings.max_tokens
     else:
         tokenizer = train_tokenizer(train, settings.vocabulary)
-        model = build_model(settings, len(tokenizer))
+        model = build_model(settings, len(tokenizer), settings.max_tokens)
     model = make_sparse(model, settings)
     examples, left_out = encode(train, tokenizer, settings.max_tokens)
+    shown_examples, _ = encode(shown, tokenizer, settings.max_tokens)
+    for split, kept in (("training", examples), ("dev", shown_examples)):
+        if not kept:
+            raise ValueError(f"max_tokens={settings.max_tokens}: every {split} pair is longer; raise it.")
     run.say(
         f"{len(examples)} training pairs ({left_out} longer than {settings.max_tokens} tokens left out), "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
@@ -268,10 +301,11 @@ def main(settings: Settings) -> None:
     training = Training(run, model, tokenizer, batches, evaluate)
     training.fit()
     best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
-    scores = {
-        name: translate(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
-        for name, pairs in tests.items()
-    }
+    scores = {}
+    for name, pairs in tests.items():
+        hypotheses = translations(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
+        run.write(f"hypotheses.{name}.txt", hypotheses)
+        scores[name] = bleu_and_chrf(hypotheses, pairs)
     first = next(iter(scores.values()))
     measures: dict[str, Any] = {
         **training.summary(),
@@ -282,7 +316,6 @@ def main(settings: Settings) -> None:
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),
         "mapping_options": settings.mapping_options,
     }
-    shown_examples, _ = encode(shown, tokenizer, settings.max_tokens)
     parts = (shown_examples[start : start + 32] for start in range(0, len(shown_examples), 32))
     annotated = [dict(collator(part).to(run.accelerator.device)) for part in parts]
     measures |= {name: value for name, value in head_statistics(best, annotated).items() if name in FIELDS}
@@ -291,9 +324,7 @@ def main(settings: Settings) -> None:
         pairs = next(iter(tests.values()))[: settings.certificates]
         measures |= certificates(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
-    finish(
-        run, FIELDS, measures, task="translation", data=Path(settings.train).parent.name, main_measures=["bleu", "chrf"]
-    )
+    finish(run, FIELDS, measures, task="translation", data=name_of(settings.train), main_measures=["bleu", "chrf"])
 
 
 if __name__ == "__main__":

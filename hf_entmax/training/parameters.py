@@ -13,6 +13,11 @@ from hf_entmax.integration.interface import CHILD
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay is for: all but biases and the scales of normalisation layers."""
+    return set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+
+
 def alpha_parameter_groups(
     model: nn.Module, lr: float, alpha_lr: float | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
@@ -39,7 +44,7 @@ def alpha_parameter_groups(
     for name, value in (("lr", lr), ("alpha_lr", alpha_lr), ("weight_decay", weight_decay)):
         if not value >= 0:
             raise ValueError(f"{name}={value!r} is not allowed: give a number >= 0.")
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decayed = decayed_parameters(model)
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "alpha": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -63,7 +63,7 @@ def translation_training(settings: Any, run: Run) -> Training:
     pairs = translation.read_pairs(settings.train, settings.source, settings.target)
     set_seed(settings.seed)
     tokenizer = translation.train_tokenizer(pairs, settings.vocabulary)
-    model = make_sparse(translation.build_model(settings, len(tokenizer)), settings)
+    model = make_sparse(translation.build_model(settings, len(tokenizer), settings.max_tokens), settings)
     examples, _ = translation.encode(pairs, tokenizer, settings.max_tokens)
     return Training(run, model, tokenizer, _batches(examples, tokenizer, model, settings, run), no_evaluation)
 

@@ -29,7 +29,7 @@ class Batches:
         seed: of the order.
 
     Raises:
-        ValueError: if there are fewer examples than processes times parts.
+        ValueError: by `epoch` and ``len()``, if there are fewer examples than processes times parts; `in_order` needs none.
     """
 
     def __init__(
@@ -43,17 +43,12 @@ class Batches:
         seed: int = 0,
     ) -> None:
         self.shares = accelerator.num_processes * parts
-        if len(examples) < self.shares:
-            raise ValueError(
-                f"{len(examples)} example(s) cannot be shared by {accelerator.num_processes} process(es) with {parts} accumulation step(s)."
-            )
         self.examples, self.collate, self.length = examples, collate, length
         self.accelerator, self.batch_size, self.parts, self.seed = accelerator, batch_size, parts, seed
-        self.steps = len(self._split(list(range(len(examples)))))
 
     def __len__(self) -> int:
         """Steps in an epoch."""
-        return self.steps
+        return len(self._split(list(range(len(self.examples)))))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[dict[str, Any]]]:
         """This process's parts of every step of an epoch, in random order, from step ``start`` on."""
@@ -76,6 +71,11 @@ class Batches:
             yield self._batch(own[begin : begin + self.batch_size])
 
     def _split(self, order: list[int]) -> list[list[int]]:
+        if len(order) < self.shares:
+            raise ValueError(
+                f"{len(order)} example(s) cannot be shared by {self.accelerator.num_processes} process(es) with {self.parts} "
+                "accumulation step(s)."
+            )
         steps = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         if len(steps) > 1 and len(steps[-1]) < self.shares:
             last = steps.pop()

@@ -14,15 +14,16 @@ from common.run import Run, write_atomically
 from common.settings import RunSettings
 from hf_entmax.integration.card import MARKER
 
-#: Options that name places of one machine; a command that others can use leaves them out.
-PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub")
+#: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
+#: out.
+PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
 
 
 def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
     """Say before training what would fail after it: the row of results, the upload.
 
     Raises:
-        ValueError: if the results file has other columns, or if nobody is logged in to the Hub.
+        ValueError: if the results file has other columns or cannot be written, or if nobody is logged in to the Hub.
     """
     if settings.results:
         Results(Path(settings.results), fields)

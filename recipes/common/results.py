@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,14 +26,17 @@ class Results:
         fields: its columns.
 
     Raises:
-        ValueError: if the file exists with other columns.
+        ValueError: if the file exists with other columns, or cannot be written.
     """
 
     def __init__(self, path: Path, fields: Sequence[str]) -> None:
         self.path = path
         self.fields = tuple(fields)
         self.rows: list[dict[str, str]] = []
-        if path.exists():
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if (path.is_dir() if there == path else not there.is_dir()) or not os.access(there, os.W_OK):
+            raise ValueError(f"{path} cannot be written, because of {there}: give another file for the results.")
+        if path.exists() and path.stat().st_size:
             with path.open(newline="", encoding="utf-8") as lines:
                 reader = csv.DictReader(lines)
                 if tuple(reader.fieldnames or ()) != self.fields:
@@ -51,15 +55,24 @@ class Results:
             raise ValueError(f"{self.path}: no columns for {unknown}.")
         row = {name: str(values.get(name, "")) for name in self.fields}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as lines:
+        with self.path.open("a", newline="", encoding="utf-8") as lines, _alone(lines):
             writer = csv.DictWriter(lines, self.fields, lineterminator="\n")
-            if new:
+            if not lines.seek(0, os.SEEK_END):
                 writer.writeheader()
             writer.writerow(row)
             lines.flush()
             os.fsync(lines.fileno())
         self.rows.append(row)
+
+
+@contextlib.contextmanager
+def _alone(file: IO[str]) -> Iterator[None]:
+    """Keep other runs from appending to a file meanwhile; the lock goes when the file is closed."""
+    with contextlib.suppress(ImportError, OSError):  # Windows, and file systems that know no locks
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield
 
 
 def hardware() -> str:

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +21,11 @@ from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.
 FREE = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
+LOCK = "lock"
+
+#: Locks of this process, by folder; they go when the process ends, however it ends.
+_LOCKS: dict[Path, IO[str]] = {}
+
 #: One of these is there as soon as a run has done something.
 STARTED = ("log.jsonl", "checkpoint", "checkpoint.old", "model", "model.old", "result.json")
 
@@ -29,21 +34,24 @@ class Run:
     """A training run and its folder.
 
     ``settings.json`` says whose folder it is, ``log.jsonl`` has a line per optimiser step and evaluation, ``checkpoint``
-    is the last complete state, ``model`` the best model on dev with its tokenizer.
+    is the last complete state, ``model`` the best model on dev with its tokenizer. What the model answered on the test set
+    stands in a text file beside them.
 
     Args:
         settings: of the recipe; ``settings.out`` is the folder.
         name: of the recipe.
 
     Raises:
-        ValueError: before anything is written, if the folder holds another run or foreign files, if the settings of a
-            resumed run differ, or if a tracker is unknown or not installed.
+        ValueError: before anything is written, if the folder holds another run or foreign files, if another process is at
+            work in it, if the settings of a resumed run differ, if ``settings.model`` names a folder that is not there, or if
+            a tracker is unknown or not installed.
     """
 
     def __init__(self, settings: RunSettings, name: str) -> None:
         if not settings.out:
             raise ValueError("--out is missing: give the folder of the run.")
         _check_trackers(settings.report_to)
+        _check_model(getattr(settings, "model", ""))
         self.settings, self.name = settings, name
         self.folder = Path(settings.out)
         self.accelerator = Accelerator(
@@ -52,6 +60,8 @@ class Run:
             log_with=list(settings.report_to) or None,
             project_dir=str(self.folder),
         )
+        # Accelerate would divide every loss by what its own settings say; the weights in `Training.step` are shares already.
+        self.accelerator.gradient_accumulation_steps = 1
         self.identity = {
             "recipe": name,
             "processes": self.accelerator.num_processes,
@@ -66,6 +76,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            _lock(self.folder)
             write_atomically(self.folder / "settings.json", json.dumps(self.identity, indent=1))
         if settings.report_to:
             self.accelerator.init_trackers(name, config={k: str(v) for k, v in self.identity.items()})
@@ -77,7 +88,7 @@ class Run:
             raise ValueError(f"--out {self.folder} is a file; give a folder.")
         held = self.folder / "settings.json"
         if not held.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
+            if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
                 raise ValueError(f"--out {self.folder} holds files that are no run's: give a new or empty folder.")
             return False
         if not any((self.folder / name).exists() for name in STARTED):
@@ -127,6 +138,11 @@ class Run:
                     continue  # cut off when the run was killed
             write_atomically(path, "".join(kept))
         self.accelerator.wait_for_everyone()
+
+    def write(self, name: str, lines: Iterable[str]) -> None:
+        """A text file of the folder, by the main process, one line each: what was answered."""
+        if self.main:
+            write_atomically(self.folder / name, "".join(" ".join(line.splitlines()) + "\n" for line in lines))
 
     # --- checkpoint --------------------------------------------------------------------------------------------------
 
@@ -210,6 +226,37 @@ def write_atomically(path: Path, text: str) -> None:
 def _plain(value: Any) -> Any:
     """As JSON gives it back."""
     return json.loads(json.dumps(value))
+
+
+def _lock(folder: Path) -> None:
+    """Keep other processes out of a folder until this one ends.
+
+    Raises:
+        ValueError: if one is at work there.
+    """
+    place = folder.resolve()
+    if place in _LOCKS:
+        return
+    file = (folder / LOCK).open("a", encoding="utf-8")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(
+            f"--out {folder}: another process is at work there; wait for it, or give another folder."
+        ) from error
+    except (ImportError, OSError):  # Windows, and file systems that know no locks
+        pass
+    _LOCKS[place] = file
+
+
+def _check_model(where: str) -> None:
+    path = Path(where)
+    looks = where.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
+    if looks and not path.is_dir():
+        raise ValueError(f"model={where!r}: there is no such folder; give one that is there, or a Hub id OWNER/NAME.")
 
 
 def _check_trackers(names: list[str]) -> None:

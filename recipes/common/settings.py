@@ -66,6 +66,8 @@ class RunSettings:
         self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
         allowed = (None, "no", "bf16", "fp16")
         self.require("mixed_precision", self.mixed_precision in allowed, "one of no, bf16, fp16")
+        # NumPy's seeds end there, and every process adds its number.
+        self.require("seed", 0 <= self.seed < 2**32 - 2**16, f"at least 0 and below {2**32 - 2**16}")
         steps = self.gradient_accumulation
         self.require("batch_size", self.batch_size >= steps, f"at least gradient_accumulation={steps}")
         self.entmax()  # says now what is wrong with attention, mapping_options, alpha_init and output_alpha
@@ -129,7 +131,13 @@ def parse(settings_class: type[SettingsT], description: str, arguments: list[str
     parser.add_argument("--config", action="append", help="YAML file of settings; may be given several times")
     names = [field.name for field in dataclasses.fields(settings_class)]
     try:
-        stored = [word for file in given.config for word in _words(Path(file), names)]
+        stored = []
+        for file in given.config:
+            words = _words(Path(file), names)
+            usual, parser.prog = parser.prog, f"{parser.prog}: {file}"
+            parser.parse_known_args(words)  # a value that does not fit is an error that names the file
+            parser.prog = usual
+            stored += words
         # Unknown options are an error here: HfArgumentParser would hand them back among others.
         options = [word.split("=")[0] for word in rest if word.startswith("--")]
         if unknown := [word for word in options if word[2:] not in (*names, "help", "config")]:

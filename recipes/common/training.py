@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from common.batches import Batches
+from common.data import evenly
 from common.run import Run
 from common.settings import RunSettings
-from hf_entmax import alphas, is_patched, patch_model
-from hf_entmax.integration.patching import entmax_config
+from hf_entmax import alphas, entmax_config, is_patched, patch_model
 from hf_entmax.training import alpha_parameter_groups
+from hf_entmax.training.parameters import decayed_parameters
 
 Loss = Callable[[Any, dict[str, Any]], Tensor]
 
@@ -37,6 +39,7 @@ class Progress:
     seconds: float = 0.0
     tokens: int = 0
     finished: bool = False
+    data: str = ""
 
     def state_dict(self) -> dict[str, Any]:
         """For ``Accelerator.save_state``."""
@@ -48,9 +51,37 @@ class Progress:
             setattr(self, name, value)
 
 
+def kind_of(model: Any) -> dict[str, Any]:
+    """Attention and output of a model, in the words of the settings."""
+    if not is_patched(model):
+        return {"attention": "softmax", "output_alpha": 1.0}
+    config = entmax_config(model)
+    attention = config.alpha if config.mapping == "entmax" else config.mapping
+    return {"attention": "softmax" if attention == 1.0 else str(attention), "output_alpha": config.output_alpha or 1.0}
+
+
 def make_sparse(model: Any, settings: RunSettings) -> Any:
-    """Patch a model as the settings say; softmax in attention and output leaves it as it is."""
+    """Patch a model as the settings say; softmax in attention and output leaves it as it is.
+
+    A model that is sparse already is trained on as it is.
+
+    Raises:
+        ValueError: if it is sparse in another way than the settings say.
+    """
     config = settings.entmax()
+    if is_patched(model):
+        kind, held = kind_of(model), entmax_config(model)
+        same = config is not None and all(
+            getattr(config, name) == getattr(held, name) for name in ("mapping", "mapping_options", "output_alpha")
+        )
+        if not (same and (config.mapping != "entmax" or config.alpha == held.alpha)):
+            options = " ".join(f"--{name} {value}" for name, value in kind.items())
+            more = f" with mapping_options {held.mapping_options}" if held.mapping_options else ""
+            raise ValueError(
+                f"the model is sparse already ({options}{more}), and the settings say attention={settings.attention} with "
+                f"output_alpha={settings.output_alpha}: give its own to train it on, or a model with softmax."
+            )
+        return model
     return model if config is None else patch_model(model, config)
 
 
@@ -114,11 +145,16 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         # Not prepared: a prepared schedule moves once per process and step.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer.optimizer, self._rate)
-        self.progress = Progress()
+        self.progress = Progress(data=digest(batches.examples))
         self.accelerator.register_for_checkpointing(self.schedule, self.progress)
         set_seed(settings.seed, device_specific=True)
         if run.resumes:
+            now = self.progress.data
             run.load_checkpoint()
+            if self.progress.data != now:
+                raise ValueError(
+                    f"--resume {run.folder}: the training data have changed since. Restore them, or start in another folder."
+                )
         run.forget_after(self.progress.step)  # also where a run was killed before its first checkpoint
         if run.resumes:
             run.say(f"Going on after step {self.progress.step} of {self.total}.")
@@ -178,7 +214,6 @@ class Training:
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
                     loss = self.loss(self.model, part) * weight
-                # not accelerator.gradient_accumulation_steps: the weights above are shares of the step already
                 accelerator.backward(loss)
             total += loss.detach().float()
         values = {}
@@ -226,6 +261,14 @@ class Training:
         }
 
 
+def digest(examples: Any, most: int = 20_000) -> str:
+    """Of the training data: examples from all over them, and how many there are."""
+    found = hashlib.sha256(str(len(examples)).encode())
+    for example in evenly(examples, most):
+        found.update(repr(example).encode())
+    return found.hexdigest()
+
+
 def _mean_alphas(model: Any) -> dict[str, float]:
     """Mean alpha per site, of a model that has alphas."""
     if not is_patched(model) or entmax_config(model).mapping != "entmax":
@@ -244,10 +287,11 @@ def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
         raise ValueError(
             f"alpha_lr={settings.alpha_lr} would have no effect: attention={settings.attention} learns no alpha."
         )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = decayed_parameters(model)
+    trained = [(name in decayed, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for decays, p in trained if decays], "weight_decay": settings.weight_decay},
+        {"params": [p for decays, p in trained if not decays], "weight_decay": 0.0},
     ]
 
 

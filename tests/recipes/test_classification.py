@@ -100,8 +100,16 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     assert (
         float(sparse["possible_labels"]) < 3 and float(sparse["certain"]) > 0 and sparse["certain_accuracy"] == "100.0"
     )
+    kept = [line.split("\t") for line in (tmp_path / "tuned" / "predictions.tsv").read_text().splitlines()]
+    assert len(kept) == int(sparse["test_texts"]) and all(label == guess for _, label, guess in kept)
     card = (tmp_path / "tuned" / "model" / "README.md").read_text(encoding="utf-8")
     assert "type: text-classification" in card and "| accuracy | 100.0 |" in card
+
+
+def test_long_texts_need_a_model_that_sees_them(data, tmp_path):
+    classification.main(settings(data, tmp_path / "run", smoke=True, max_tokens=16))
+    with pytest.raises(ValueError, match="max_tokens=128 is not allowed: it must be at most 16"):
+        classification.main(settings(data, tmp_path / "on", model=str(tmp_path / "run" / "model")))
 
 
 def test_measures_by_hand():
@@ -154,6 +162,11 @@ def test_bad_data_stop_it_before_it_starts(data, tmp_path, monkeypatch, changes,
 def test_labels_must_be_known(tmp_path):
     with pytest.raises(ValueError, match="test has labels that training does not have: c"):
         classification.check_labels([("x", "a"), ("y", "b")], dev=[("x", "a")], test=[("z", "c")])
+    # A header in every file is no text; a first text that comes in both, with a label that is used, is one.
+    many = [("x", "a"), *[("y", "b")] * 30]
+    with pytest.raises(ValueError, match=r"train and dev both begin with x / a, .* looks like a header"):
+        classification.check_labels(many, dev=many)
+    assert classification.check_labels([*many, ("z", "a")], dev=many) == ["a", "b"]
     with pytest.raises(ValueError, match="all training texts have the label 'a'"):
         classification.check_labels([("x", "a")])
 

@@ -4,7 +4,9 @@ import csv
 import dataclasses
 import gzip
 import importlib
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,10 +96,18 @@ class TestSettings:
             ("attention: sparsegen_lin\nmapping_options: 0.5\n", "it must be a YAML mapping such as '{lam: 0.5}'"),
             ("- epochs\n", "must hold settings, `name: value` line by line, not a list"),
             ("epochs: [1\n", "is no YAML file"),
+            ("seed: -1\n", "seed=-1 is not allowed: it must be at least 0 and below 42949"),
         ],
     )
     def test_values_that_are_not_allowed(self, config, capsys, text, message):
         assert message in self.refused(capsys, "--config", config(text))
+
+    def test_the_file_with_a_wrong_value_is_named(self, config, capsys):
+        right, wrong = config("epochs: 3\n", "right.yaml"), config("epochs: three\n", "wrong.yaml")
+        message = self.refused(capsys, "--config", right, "--config", wrong)
+        assert f"{wrong}: error: argument --epochs" in message and right not in message
+        message = self.refused(capsys, "--config", right, "--epochs", "three")
+        assert "error: argument --epochs" in message and right not in message
 
     def test_files_that_are_not_there_or_not_text(self, tmp_path, capsys):
         assert "nowhere.yaml" in self.refused(capsys, "--config", str(tmp_path / "nowhere.yaml"))
@@ -138,6 +148,58 @@ class TestData:
         # Numbers name columns of a table without a header; a mark at the beginning of the file is none of its text.
         assert data.read_rows(self.write(tmp_path, "d.tsv", b"\xef\xbb\xbfx\ty\tz\n"), ("2", "0")) == [("z", "x")]
 
+    def test_columns_are_taken_in_order_only_where_there_are_as_many(self, tmp_path, capsys):
+        path = self.write(tmp_path, "a.tsv", "7\tgood\tpos\n")
+        with pytest.raises(ValueError, match=r"a\.tsv:1: 3 column\(s\) .*expected text, label.*give their numbers"):
+            data.read_rows(path, ("text", "label"))
+        with pytest.raises(ValueError, match=r"there is no column 3"):
+            data.read_rows(path, ("1", "3"))
+        assert data.read_rows(path, ("1", "2")) == [("good", "pos")]
+        assert capsys.readouterr().err == ""
+        assert data.read_rows(path, ("number", "text", "label")) == [("7", "good", "pos")]
+        assert "no header; the columns in order are number '7', text 'good', label 'pos'" in capsys.readouterr().err
+
+    def test_quoted_fields_may_go_over_several_lines(self, tmp_path):
+        text = 'label,text\n1,"good film"\n0,"bad film\nslow, long"\n1,ok\n'
+        rows = [("good film", "1"), ("bad film\nslow, long", "0"), ("ok", "1")]
+        assert data.read_rows(self.write(tmp_path, "a.csv", text), ("text", "label")) == rows
+        for tail, message in (
+            ('1,"open\n', r"a\.csv:6: not valid CSV"),
+            ("1\n", r"a\.csv:6: 1 column\(s\), the first line has 2"),
+            ("\n", r"a\.csv:6: the line is empty"),
+            ('0,"x"y\n', r"a\.csv:6: not valid CSV"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                data.read_rows(self.write(tmp_path, "a.csv", text + tail), ("text", "label"))
+
+    def test_long_fields_and_stray_returns_of_a_tsv_file_are_text(self, tmp_path):
+        long = "x" * 200_000
+        assert data.read_rows(self.write(tmp_path, "a.tsv", f"{long}\ta\rb\n"), ("x", "y")) == [(long, "a\rb")]
+
+    def test_running_text_keeps_its_blank_lines(self, tmp_path):
+        lines = self.write(tmp_path, "a.jsonl", '{"text": "a"}\n{"text": ""}\n{"text": null}\n{"text": "b"}\n')
+        assert data.read_text(lines) == ["a", "", "", "b"]
+        assert data.read_text(self.write(tmp_path, "a.tsv", "text\na\n\nb\n")) == ["a", "", "b"]
+        with pytest.raises(ValueError, match="nothing in it"):
+            data.read_text(self.write(tmp_path, "b.jsonl", '{"text": ""}\n'))
+
+    def test_names_of_data(self):
+        names = {
+            "hub:bentrevett/multi30k@train": "bentrevett/multi30k",
+            "hub:nyu-mll/glue#sst2@train": "nyu-mll/glue",
+            "mt/multi30k_task1_raw/train.{lang}.gz": "multi30k_task1_raw",
+            "morph/typology12/{language}/{split}.tsv.gz": "typology12",
+            "train.tsv.gz": "train",
+            "/data/wiki/all.tsv": "wiki",
+        }
+        assert {where: data.name_of(where) for where in names} == names
+
+    def test_evenly(self):
+        assert data.evenly(range(10), 4) == [0, 2, 5, 7]
+        assert data.evenly("abc", 5) == ["a", "b", "c"] and data.evenly([], 3) == []
+        # 58 sorted groups of 1,000: none may be missing.
+        assert {place // 1000 for place in data.evenly(range(58_000), 10_000)} == set(range(58))
+
     def test_json_lines(self, tmp_path):
         path = self.write(tmp_path, "a.jsonl", '{"source": ["One.", " Two."], "target": ["x", "y"], "n": 3}\n')
         assert data.read_rows(path, ("source", "n")) == [("One. Two.", "3")]
@@ -152,7 +214,7 @@ class TestData:
             ("a.tsv", "label\tother\n1\ta\n", r"a\.tsv:1: no column text; it has label, other"),
             ("a.tsv", "a\tb\nc\n", r"a\.tsv:2: 1 column\(s\), the first line has 2"),
             ("a.tsv", "a\tb\nc\td\te\n", r"a\.tsv:2: 3 column\(s\), the first line has 2"),
-            ("a.tsv", "text\tlabel\na\tb\n\nc\td\n", r"a\.tsv:3: 0 column\(s\)"),
+            ("a.tsv", "text\tlabel\na\tb\n\nc\td\n", r"a\.tsv:3: the line is empty"),
             ("a.tsv.gz", "a\tb\nc\t \n", r"a\.tsv\.gz:2: label is empty"),
             ("a.tsv", b"a\tb\nc\t\xff\n", r"a\.tsv:2: not UTF-8"),
             ("a.tsv", "", r"a\.tsv: there is nothing in it"),
@@ -203,6 +265,33 @@ class TestResults:
         again = results.Results(path, ("a", "b"))
         assert again.has(a=2) and not again.has(a=1, b=2)
 
+    def test_runs_that_finish_together_write_one_header(self, tmp_path):
+        path = tmp_path / "r.csv"
+        code = (
+            "import sys, time, pathlib; sys.path.insert(0, sys.argv[1])\n"
+            "from common.results import Results\n"
+            "book = Results(pathlib.Path(sys.argv[2]), ('a',))\n"
+            "pathlib.Path(sys.argv[2] + '.' + sys.argv[3]).touch()\n"
+            "while not pathlib.Path(sys.argv[2] + '.go').exists(): time.sleep(0.001)\n"
+            "for _ in range(50): book.add(a=sys.argv[3])\n"
+        )
+        started = [subprocess.Popen([sys.executable, "-c", code, str(RECIPES), str(path), name]) for name in "xyz"]
+        while not all((tmp_path / f"r.csv.{name}").exists() for name in "xyz"):
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        (tmp_path / "r.csv.go").touch()
+        assert [process.wait() for process in started] == [0, 0, 0]
+        assert sorted(path.read_text().split()) == sorted(["a", *"xyz" * 50])
+
+    def test_files_that_cannot_be_written_are_an_error(self, tmp_path):
+        (tmp_path / "file").write_text("x")
+        for path in (tmp_path / "file" / "r.csv", tmp_path):
+            with pytest.raises(ValueError, match="cannot be written, because of"):
+                results.Results(path, ("a",))
+        (tmp_path / "empty.csv").touch()
+        results.Results(tmp_path / "empty.csv", ("a",)).add(a=1)
+        assert (tmp_path / "empty.csv").read_text() == "a\n1\n"
+
     def test_other_columns_are_an_error(self, tmp_path):
         path = tmp_path / "r.csv"
         path.write_text("a,c\n")
@@ -252,7 +341,7 @@ class TestBatches:
         assert sorted(row for step in whole for row in step) == list(range(count))
         for processes, parts in [(1, 4), (2, 1), (2, 2), (4, 2)]:
             made = [batches(examples, batch_size, processes, rank, parts) for rank in range(processes)]
-            assert {len(m) for m in made} == {made[0].steps}
+            assert len({len(m) for m in made}) == 1
             shared = [list(m.epoch(3)) for m in made]
             assert all(len(step) == parts and all(len(p["rows"]) for p in step) for own in shared for step in own)
             joined = [sorted(row for own in steps for row in own) for steps in zip(*map(rows_of, shared), strict=True)]
@@ -290,4 +379,9 @@ class TestBatches:
 
     def test_too_few_examples(self):
         with pytest.raises(ValueError, match=r"3 example\(s\) cannot be shared by 2 process\(es\) with 2 accumulation"):
-            batches([(0, 0)] * 3, 4, processes=2, parts=2)
+            len(batches([(0, 0)] * 3, 4, processes=2, parts=2))
+        with pytest.raises(ValueError, match=r"3 example\(s\) cannot be shared"):
+            next(batches([(0, 0)] * 3, 4, processes=2, parts=2).epoch(0))
+        # An evaluation leaves a process without an example where there are too few.
+        counts = [len(list(batches([(0, 0)], 4, 2, rank).in_order())) for rank in range(2)]
+        assert counts == [1, 0]

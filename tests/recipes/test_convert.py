@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -53,7 +54,7 @@ def place(tmp_path_factory):
     files = {name: str(folder / "train.{lang}") for name in ("train", "dev")}
     given = translation.Settings(out="x", **files, test=["x"], width=32, heads=2, layers=1, max_tokens=20)
     tokenizer = translation.train_tokenizer(read_pairs(files["train"], "de", "en"), 60)
-    save(translation.build_model(given, len(tokenizer)), tokenizer, folder / "mt" / "model")
+    save(translation.build_model(given, len(tokenizer), given.max_tokens), tokenizer, folder / "mt" / "model")
     return folder
 
 
@@ -177,6 +178,13 @@ def test_wrong_values_name_the_setting(place, tmp_path):
         ({"patience": 2}, "keeps its last model"),
         ({"attention": "sparsegen_lin"}, "needs an alpha; .*'sparsegen_lin' has none. Use abrupt"),
         ({"alpha_init": "1.2"}, "--release says where"),
+        ({"beams": 0}, "beams=0 .*at least 1"),
+        ({"dev_sentences": -1}, "dev_sentences=-1 .*at least 0"),
+        ({"max_tokens": 1}, "max_tokens=1 .*at least 2"),
+        ({"block": 1}, "block=1 .*at least 2"),
+        ({"train_tokens": 23}, "train_tokens=23 .*at least block=24"),
+        ({"dev_tokens": -5}, "dev_tokens=-5 .*0 for all"),
+        ({"test_tokens": -5}, "test_tokens=-5 .*0 for all"),
     ]:
         with pytest.raises(ValueError, match=message):
             settings(place, tmp_path / "run", **changes)
@@ -188,6 +196,84 @@ def test_wrong_values_name_the_setting(place, tmp_path):
     again = dataclasses.replace(settings(place, tmp_path / "run"), model=str(tmp_path / "sparse" / "model"))
     with pytest.raises(ValueError, match="is sparse already"):
         convert.main(again)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_model_must_be_causal_and_long_enough(place, tmp_path):
+    with pytest.raises(ValueError, match=r"block=25 .*at most 24, all that the model can see"):
+        convert.main(settings(place, tmp_path / "run", block=25))
+    with pytest.raises(ValueError, match=r"max_tokens=29 .*at most 28"):
+        convert.main(settings(place, tmp_path / "run", "mt", max_tokens=29))
+    with pytest.raises(ValueError, match=r"max_tokens=2 .*larger: every train pair is longer"):
+        convert.main(settings(place, tmp_path / "short", "mt", max_tokens=2))
+    tokenizer = AutoTokenizer.from_pretrained(place / "lm" / "model")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertLMHeadModel(BertConfig(vocab_size=len(tokenizer), **small)).save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    given = settings(place, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"encoder' \(bert\) sees later tokens"):
+        convert.main(dataclasses.replace(given, model=str(tmp_path / "encoder")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["lm", "mt"])
+def test_half_precision_checkpoints_are_converted_in_full_precision(place, tmp_path, kind):
+    auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
+    folder = tmp_path / "half"
+    auto.from_pretrained(place / kind / "model", dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place / kind / "model").save_pretrained(folder)
+    assert auto.from_pretrained(folder).dtype == torch.bfloat16 and convert.load(auto, folder).dtype == torch.float32
+    convert.main(dataclasses.replace(settings(place, tmp_path / "run", kind, smoke=True), model=str(folder)))
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float32"
+    assert result(tmp_path / "run")["model"] == "half"
+
+
+def test_what_a_model_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert convert.model_name("models/mine") == convert.model_name("models/mine/") == "mine"
+    assert convert.model_name("openai-community/gpt2") == "openai-community/gpt2"
+    books = sorted((RECIPES / "results").glob("convert_??.csv"))
+    known = [row for book in books for row in rows(book)]
+    assert len(known) > 5
+    for row in known:
+        words = shlex.split(row["command"])
+        folder = words[words.index("--model") + 1]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        assert convert.model_name(folder) == row["model"]
+    monkeypatch.chdir(folder)
+    assert convert.model_name(".") == row["model"]
+
+
+def test_every_conversion_has_its_curve_beside_the_results(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["convert.py", "--model", "m", "--attention", "1.5"])
+    book, curve = tmp_path / "r.csv", tmp_path / "r_curve.csv"
+    first = settings(place, tmp_path / "first", attention="1.5", evaluate_every=8, results=str(book))
+    first = dataclasses.replace(first, train_tokens=400, dev_tokens=50, test_tokens=50)
+    again = dataclasses.replace(first, resume=True)
+    second = dataclasses.replace(first, out=str(tmp_path / "second"))
+    counts = []
+    for given in (first, again, second):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        convert.main(given)
+        counts.append((len(rows(book)), len(rows(curve))))
+    points = rows(tmp_path / "first" / "curve.csv")
+    assert len(points) >= 3
+    assert counts == [(1, len(points)), (1, len(points)), (2, 2 * len(points))]
+    assert rows(curve)[len(points) :] == rows(tmp_path / "second" / "curve.csv")
+    assert {row["density_target"] for row in rows(book)} == {""}
+
+
+def test_a_curve_that_cannot_be_written_is_said_before_training(place, tmp_path):
+    curve = tmp_path / "r_curve.csv"
+    given = settings(place, tmp_path / "run", results=str(tmp_path / "r.csv"))
+    curve.write_text("command,step\n")
+    with pytest.raises(ValueError, match=r"r_curve.csv has the columns"):
+        convert.main(given)
+    curve.unlink()
+    curve.mkdir()
+    with pytest.raises((ValueError, OSError), match=r"r_curve.csv"):
+        convert.main(given)
     assert not (tmp_path / "run").exists()
 
 

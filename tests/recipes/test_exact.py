@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 from transformers import AutoModelForSeq2SeqLM  # noqa: E402
 
+import classification  # noqa: E402
 import inflection  # noqa: E402
 from common.finish import check_finish  # noqa: E402
 from common.run import Run  # noqa: E402
@@ -120,12 +121,22 @@ def test_accumulation_changes_nothing(words, tmp_path):
         assert norms[1] == pytest.approx(norms[0], rel=2e-3)
 
 
+def test_accelerates_own_accumulation_changes_nothing(words, tmp_path, monkeypatch):
+    inflection.main(settings(words, tmp_path / "a", dropout=0.0, epochs=1))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    inflection.main(settings(words, tmp_path / "b", dropout=0.0, epochs=1))
+    a, b = ([line for line in log(tmp_path / name) if "loss" in line] for name in "ab")
+    assert a == b and a[0]["gradient_norm"] > 0
+
+
 def test_finished_runs_are_tested_again_and_counted_once(words, tmp_path):
     run = settings(words, tmp_path / "run", epochs=1, attention="1.5", results=str(tmp_path / "r.csv"))
     inflection.main(run)
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     steps = losses(tmp_path / "run")
-    inflection.main(dataclasses.replace(run, resume=True))
+    inflection.main(dataclasses.replace(run, resume=True, log_steps=1, checkpoint_steps=2))
     assert losses(tmp_path / "run") == steps
     with open(tmp_path / "r.csv", newline="") as lines:
         rows = list(csv.DictReader(lines))
@@ -176,6 +187,45 @@ class TestFolder:
             inflection.main(settings(words, tmp_path / "run", smoke=True))
         with pytest.raises(ValueError, match=r"recipe was 'inflection', is now 'translation'"):
             Run(settings(words, tmp_path / "run", smoke=True, resume=True), "translation")
+
+    def test_nobody_else_may_work_in_it(self, words, tmp_path):
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "import inflection\n"
+            "from common.run import Run\n"
+            "Run(inflection.Settings(data=sys.argv[2], out=sys.argv[3]), 'inflection')\n"
+            "print('ready', flush=True); sys.stdin.read()\n"
+        )
+        arguments = [sys.executable, "-c", code, str(RECIPES), words, str(tmp_path / "run")]
+        other = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert other.stdout.readline() == "ready\n"
+            with pytest.raises(ValueError, match="another process is at work there"):
+                Run(inflection.Settings(data=words, out=str(tmp_path / "run")), "inflection")
+        finally:
+            other.kill()
+            other.communicate()
+        given = inflection.Settings(data=words, out=str(tmp_path / "run"))
+        assert not Run(given, "inflection").resumes  # it was killed: the folder is free
+        assert not Run(given, "inflection").resumes  # this process may take it up again
+
+    def test_other_data_do_not_go_on_with_it(self, words, tmp_path):
+        copy = tmp_path / "words.tsv"
+        copy.write_text(Path(words).read_text(encoding="utf-8"), encoding="utf-8")
+        given = settings(str(copy), tmp_path / "run", epochs=1)
+        inflection.main(given)
+        lines = copy.read_text(encoding="utf-8").splitlines()
+        place = next(i for i, line in enumerate(lines) if "\ttrain\t" in line)
+        copy.write_text("\n".join([*lines[:place], *lines[place + 1 :], lines[place]]) + "\n", encoding="utf-8")
+        with pytest.raises(ValueError, match="the training data have changed since"):
+            inflection.main(dataclasses.replace(given, resume=True))
+
+    def test_models_that_are_not_there(self, tmp_path):
+        given = {"train": "a", "dev": "b", "test": "c", "out": str(tmp_path / "run")}
+        for model in ("/nowhere", "./nowhere", "runs/nowhere/model"):
+            with pytest.raises(ValueError, match=f"model='{model}': there is no such folder"):
+                Run(classification.Settings(**given, model=model), "classification")
+        assert not (tmp_path / "run").exists()
 
     def test_batches_that_cannot_be_shared(self, words, tmp_path):
         with pytest.raises(ValueError, match=r"batch_size=8 .* 1 process\(es\) with gradient_accumulation=3"):

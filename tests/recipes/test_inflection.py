@@ -83,6 +83,49 @@ def test_it_learns_and_ensembles_agree_with_their_members(data, tmp_path):
         assert alone[name] == both[name]
 
 
+def test_ensembles_must_know_the_same_symbols(data, tmp_path):
+    inflection.main(settings(data, tmp_path / "a", smoke=True))
+    inflection.main(settings(data, tmp_path / "b", smoke=True, attention="1.5", output_alpha=1.5))
+    inflection.main(settings(data, tmp_path / "c", smoke=True, languages=["upper"]))
+    a, b, c = (str(tmp_path / name / "model") for name in "abc")
+    inflection.main(settings(data, tmp_path / "ab", ensemble=[a, b]))
+    result = json.loads((tmp_path / "ab" / "result.json").read_text())
+    assert (result["attention"], result["output_alpha"]) == ("softmax+1.5", "1.0+1.5")
+    with pytest.raises(ValueError, match=r"c.model does not have the symbols of .*a.model"):
+        inflection.main(settings(data, tmp_path / "ac", ensemble=[a, c]))
+    # A vocabulary of the same size is not yet the same one.
+    vocabulary = json.loads((tmp_path / "a" / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.get)
+    names[-1], names[-2] = names[-2], names[-1]
+    stored = json.loads((tmp_path / "a" / "model" / "tokenizer.json").read_text())
+    stored["model"]["vocab"] = {name: place for place, name in enumerate(names)}
+    (tmp_path / "a" / "model" / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="does not have the symbols"):
+        inflection.main(settings(data, tmp_path / "again", ensemble=[b, a]))
+
+
+def test_answers_are_kept(data, tmp_path):
+    inflection.main(settings(data, tmp_path / "run", epochs=4, results=str(tmp_path / "r.csv")))
+    rows = [line.split("\t") for line in (tmp_path / "run" / "answers.tsv").read_text().splitlines()]
+    assert len(rows) == 8 and {len(row) for row in rows} == {5}
+    right = {language: [row[2] == row[4] for row in rows if row[0] == language] for language in ENDINGS}
+    shares = [100 * sum(flags) / len(flags) for flags in right.values()]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == sum(shares) / 2
+
+
+def test_tags_may_be_a_list(tmp_path):
+    record = {"lang": "german", "lemma": "sehen", "form": "sah", "tags": ["V", "PST"], "split": "train"}
+    (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
+    (word,) = inflection.read_words(inflection.Settings(data=str(tmp_path / "all.jsonl")), "train")
+    assert word.tags == ("V", "PST")
+
+
+@pytest.mark.parametrize("wrong", [{"beams": 0}, {"dev_words": -1}, {"heads": 3}, {"layers": 0}, {"data": ""}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(ValueError, match=f"{'width' if 'heads' in wrong else next(iter(wrong))}=.* is not allowed"):
+        inflection.Settings(**wrong)
+
+
 def test_one_table_of_all_languages(data, tmp_path):
     rows = ["lang\tsplit\tlemma\tform\ttags"]
     for language, endings in ENDINGS.items():

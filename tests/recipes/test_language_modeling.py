@@ -1,8 +1,11 @@
 """The language modelling recipe, end to end on a few invented sentences; text read as it is."""
 
+import csv
+import dataclasses
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -96,28 +101,66 @@ def test_text_comes_back_and_every_token_is_predicted_once(data):
     lines = read_text(data.replace("{split}", "train"))
     assert "" in lines and lines[0].startswith(" The cat")
     tokenizer = lm.train_tokenizer(lines, 320)
-    ids = lm.encode(lines, tokenizer)
+    ids, words = lm.encode(lines, tokenizer)
     assert tokenizer.decode(ids) == "\n".join(lines) + "\n"
     assert tokenizer.tokenize("<unk>") == ["<unk>"]
     blocks = lm.cut(ids, 50)
     assert [i for block in blocks for i in block["input_ids"][1:]] == ids[1:]
-    assert lm.count_words(blocks, tokenizer) == sum(len(line.split()) + 1 for line in lines)
+    assert words == sum(len(line.split()) + 1 for line in lines)
     whole = lm.cut(ids, 50, whole=True)
     assert {len(block["input_ids"]) for block in whole} == {50} and len(blocks) - len(whole) in (0, 1)
-    assert lm.encode(lines, tokenizer, limit=70) == ids[:70]
+    for limit in range(1, 90):
+        start = tokenizer.decode(ids[:limit])
+        assert lm.encode(lines, tokenizer, limit=limit) == (ids[:limit], len(start.split()) + start.count("\n"))
+
+
+def dropping_tokenizer(lines):
+    """Lower-cased words and signs: blanks and line ends are gone."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(lines, trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]"]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def test_words_are_those_of_the_text():
+    lines = ["The cat's mat .", "", "A dog", " sat", "One .\nTwo ."]
+    tokenizer = dropping_tokenizer(lines)
+    ids, words = lm.encode(lines, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(ids)[:5] == ["the", "cat", "'", "s", "mat"]
+    assert words == sum(len(line.split()) + line.count("\n") + 1 for line in lines) == 17
+    # The, cat, cat', cat's, mat, the full stop that ends the line, A, dog and the line ends before and after, sat, ...
+    counts = [lm.encode(lines, tokenizer, limit)[1] for limit in range(1, len(ids) + 1)]
+    assert counts == [1, 2, 2, 2, 3, 5, 7, 9, 11, 12, None, 15, 17]
+    with pytest.MonkeyPatch.context() as patch:  # as of a tokenizer without offsets
+        patch.setattr(type(tokenizer), "is_fast", False)
+        assert lm.encode(lines, tokenizer, limit=1)[1] is None
+
+
+def test_unknown_words_leave_the_column_empty(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm, "train_tokenizer", lambda lines, size: dropping_tokenizer(lines))
+    monkeypatch.setattr(lm, "_words_before", lambda *_: None)
+    book = tmp_path / "r.csv"
+    given = settings(data, tmp_path / "run", test_tokens=50, dev_tokens=50, train_tokens=200, results=str(book))
+    lm.main(given)
+    with book.open(newline="") as rows:
+        (row,) = csv.DictReader(rows)
+    assert row["word_perplexity"] == row["word_epsilon_perplexity"] == row["test_words"] == ""
+    assert float(row["perplexity"]) > 1
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 def test_measures_are_those_of_the_library(data, tmp_path, alpha):
     given = settings(data, tmp_path / "run", output_alpha=alpha)
     tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
-    blocks = lm.cut(lm.encode(read_text(data.replace("{split}", "test")), tokenizer), 24)
+    ids, words = lm.encode(read_text(data.replace("{split}", "test")), tokenizer)
+    blocks = lm.cut(ids, 24)
     model = lm.build_model(given, len(tokenizer)).eval()
     with torch.no_grad():
         model.transformer.wte.weight.mul_(5)  # so that 1.5-entmax rules words out
     if alpha != 1.0:
         patch_model(model, alpha=1.0, output_alpha=alpha)
-    found = lm.text_measures(model, blocks, tokenizer, Run(given, "language_modeling"), size=5)
+    found = lm.text_measures(model, blocks, words, Run(given, "language_modeling"), size=5)
     logits, labels = [], []
     for block in blocks:
         ids = torch.tensor([block["input_ids"]])
@@ -138,6 +181,78 @@ def test_measures_are_those_of_the_library(data, tmp_path, alpha):
         assert found["perplexity"] == math.inf and 0 < found["ruled_out"] < 1
 
 
+def test_a_text_with_few_blanks_has_an_infinite_perplexity_per_word(tmp_path):
+    text = "".join(random.Random(0).choices("abcdefgh", k=1000)) + "\n"
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text(text)
+    given = settings(str(tmp_path / "{split}.txt"), tmp_path / "run", lr=0.0, results=str(tmp_path / "r.csv"))
+    lm.main(dataclasses.replace(given, vocabulary=300, samples=0))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["word_perplexity"] == result["word_epsilon_perplexity"] == math.inf > result["perplexity"]
+    with (tmp_path / "r.csv").open(newline="") as rows:
+        (row,) = csv.DictReader(rows)
+    assert float(row["word_perplexity"]) == math.inf
+
+
+def test_a_diverged_model_has_a_result_without_samples(data, tmp_path, capsys, monkeypatch):
+    def diverge(*arguments):
+        model = build(*arguments)
+        with torch.no_grad():
+            model.transformer.ln_f.weight.fill_(math.inf)
+        return model
+
+    build = lm.build_model
+    monkeypatch.setattr(lm, "build_model", diverge)
+    lm.main(settings(data, tmp_path / "run", smoke=True))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert math.isnan(result["perplexity"]) and "distinct_1" not in result and result["test_words"] > 0
+    assert "No samples: the model has diverged" in capsys.readouterr().out
+
+
+def test_samples_come_from_all_over_the_text(data, tmp_path, monkeypatch):
+    given = settings(data, tmp_path / "run", samples=3)
+    tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
+    model = lm.build_model(given, len(tokenizer)).eval()
+    seen = []
+    monkeypatch.setattr(model, "generate", lambda input_ids, **_: seen.append(input_ids) or input_ids)
+    blocks = [{"input_ids": [place] * 24} for place in range(5)] + [{"input_ids": [9]}]
+    lm.sample(model, blocks, tokenizer, Run(given, "language_modeling"))
+    assert seen[0][:, 0].tolist() == [0, 1, 3] and seen[0].shape == (3, 8)
+
+
+def save_bert(folder, tokenizer, **changes):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tokenizer), **small, max_position_embeddings=64, pad_token_id=0, **changes)
+    BertLMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def pretrained(data, out, model, **changes):
+    left_out = dict.fromkeys(("vocabulary", "width", "heads", "layers"))
+    return settings(data, out, **left_out, model=model, **changes)
+
+
+def test_a_pretrained_model_must_be_causal_and_long_enough(data, tmp_path):
+    tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
+    encoder = save_bert(tmp_path / "encoder", tokenizer)
+    with pytest.raises(ValueError, match=r"encoder' \(bert\) sees later tokens.*is_decoder=true"):
+        lm.main(pretrained(data, tmp_path / "run", encoder))
+    decoder = save_bert(tmp_path / "decoder", tokenizer, is_decoder=True)
+    with pytest.raises(ValueError, match=r"block=65 .*at most 64, all that the model can see"):
+        lm.main(pretrained(data, tmp_path / "run", decoder, block=65))
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_half_precision_checkpoint_is_trained_in_full_precision(data, tmp_path):
+    tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
+    model = lm.build_model(settings(data, "x"), len(tokenizer))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    lm.main(pretrained(data, tmp_path / "run", str(tmp_path / "model"), smoke=True, samples=0))
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_repetition():
     measures = lm.repetition([[9, 9, 1, 2, 1, 2], [9, 9, 3, 4, 5, 6]], context=2)
     assert measures["distinct_1"] == 6 / 8 and measures["distinct_2"] == 5 / 6
@@ -153,6 +268,19 @@ def test_wrong_values_name_the_setting(data, tmp_path):
         ({"architecture": "llama", "dropout": 0.1}, "llama has no dropout"),
         ({"model": "x"}, "vocabulary=320.*left out with a pretrained model"),
         ({"prompt": 24}, "prompt=24.*block - 1 = 23"),
+        ({"prompt": 0}, "prompt=0.*between 1 and"),
+        ({"samples": -1}, "samples=-1.*at least 0"),
+        ({"block": 1}, "block=1.*at least 2"),
+        ({"train_tokens": 23}, "train_tokens=23.*0 for all, or at least block=24"),
+        ({"train_tokens": -300}, "train_tokens=-300.*0 for all"),
+        ({"dev_tokens": -300}, "dev_tokens=-300.*0 for all"),
+        ({"test_tokens": 1}, "test_tokens=1 .*0 for all, or at least 2"),
+        ({"heads": 0}, "heads=0.*at least 1"),
+        ({"layers": 0}, "layers=0.*at least 1"),
+        ({"width": 0}, "width=0.*at least 1"),
+        ({"dropout": 1.0}, r"dropout=1\.0.*below 1"),
+        ({"dropout": -0.1}, r"dropout=-0\.1.*at least 0"),
+        ({"architecture": "llama", "width": 6}, "heads=2.*even share of width=6"),
     ]:
         with pytest.raises(ValueError, match=message):
             settings(data, tmp_path / "run", **changes)

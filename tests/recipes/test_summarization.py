@@ -90,8 +90,20 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     assert sparse["rouge1"] > 50
     stored = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())
     assert (stored["entmax_config"]["alpha"], stored["entmax_config"]["output_alpha"]) == (1.2, 1.5)
+    kept = (tmp_path / "tuned" / "summaries.txt").read_text(encoding="utf-8").splitlines()
+    references = [tuple(json.loads(line)["target"]) for line in Path(data).read_text().splitlines()]
+    assert round(summarization.rouge(kept, references)["rouge1"], 2) == sparse["rouge1"]
     card = (tmp_path / "tuned" / "model" / "README.md").read_text(encoding="utf-8")
     assert "type: summarization" in card and f"| rougeL | {sparse['rougeL']} |" in card
+
+
+def test_summaries_may_be_longer_than_texts(data, tmp_path):
+    summarization.main(settings(data, tmp_path / "run", smoke=True, max_tokens=6, max_summary=40))
+    model = str(tmp_path / "run" / "model")
+    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert stored["max_position_embeddings"] == 48
+    with pytest.raises(ValueError, match="max_summary=60 is not allowed: it must be at most 48"):
+        summarization.main(settings(data, tmp_path / "on", model=model, max_tokens=6, max_summary=60))
 
 
 def test_rouge_takes_the_best_reference():

@@ -1,5 +1,6 @@
 """The translation recipe, end to end on a few invented sentences."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import translation  # noqa: E402
+from common import training  # noqa: E402
 from common.settings import parse  # noqa: E402
 
 NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
@@ -86,6 +88,82 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data):
     assert result["density_cross"] < 1
 
 
+@pytest.mark.slow
+def test_translations_of_a_pretrained_model_may_be_long(data):
+    """Without a bound of its own generate() stops after 20 tokens."""
+    for language in ("de", "en"):
+        lines = (data / f"test.{language}").read_text(encoding="utf-8").splitlines()
+        (data / f"test.{language}").write_text("".join(" ".join([line] * 6) + "\n" for line in lines), encoding="utf-8")
+        (data / f"train.{language}").write_text(
+            "".join(" ".join([line] * 6) + "\n" for line in lines), encoding="utf-8"
+        )
+    translation.main(settings(data, epochs=1, max_tokens=60))
+    model = data / "run" / "model"
+    stored = json.loads((model / "generation_config.json").read_text())
+    assert stored.pop("max_new_tokens") == 60
+    (model / "generation_config.json").write_text(json.dumps(stored))
+    more = {"out": str(data / "tuned"), "epochs": 40, "max_tokens": 60, "certificates": 2}
+    translation.main(settings(data, model=str(model), **more))
+    lengths = [len(line.split()) for line in (data / "tuned" / "hypotheses.test.txt").read_text().splitlines()]
+    assert len(lengths) == 16 and max(lengths) >= 18
+    stored = json.loads((data / "tuned" / "model" / "generation_config.json").read_text())
+    assert stored["max_new_tokens"] == 60
+
+
+def test_hypotheses_are_kept_and_are_those_of_the_score(data):
+    (data / "a").mkdir()
+    for language in ("de", "en"):
+        lines = (data / f"test.{language}").read_text(encoding="utf-8").splitlines(keepends=True)
+        (data / "a" / f"test.{language}").write_text("".join(lines[:3]), encoding="utf-8")
+    tests = [str(data / "a" / "test.{lang}"), str(data / "test.{lang}")]
+    translation.main(dataclasses.replace(settings(data, epochs=2), test=tests))
+    result = json.loads((data / "run" / "result.json").read_text())
+    scores = result["tests"].split()
+    assert len(scores) == 2  # though both files are called alike
+    for test, score in zip(tests, scores, strict=True):
+        name = test.replace("/", "_")
+        hypotheses = (data / "run" / f"hypotheses.{name}.txt").read_text(encoding="utf-8").splitlines()
+        references = Path(test.replace("{lang}", "en")).read_text(encoding="utf-8").splitlines()
+        expected = translation.bleu_and_chrf(hypotheses, [("", reference) for reference in references])
+        assert score == f"{name}:bleu={expected['bleu']:.2f},chrf={expected['chrf']:.2f}"
+
+
+def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
+    sparse = {"attention": "learned", "output_alpha": 1.5}
+    translation.main(settings(data, smoke=True, **sparse))
+    model = str(data / "run" / "model")
+    for wrong in ({}, {"attention": "1.5", "output_alpha": 1.5}, {"attention": "learned"}):
+        with pytest.raises(ValueError, match=r"sparse already \(--attention learned --output_alpha 1\.5\)"):
+            translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, **wrong))
+    translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, **sparse))
+    result = json.loads((data / "on" / "result.json").read_text())
+    stored = json.loads((data / "on" / "model" / "config.json").read_text())["entmax_config"]
+    assert (
+        (result["attention"], result["output_alpha"]) == (stored["alpha"], stored["output_alpha"]) == ("learned", 1.5)
+    )
+
+
+def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
+    decayed = []
+    for attention in ("softmax", "1.5", "learned"):
+        chosen = settings(data, architecture="t5", attention=attention)
+        model = translation.make_sparse(translation.build_model(chosen, 60, 20), chosen)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = training._groups(model, chosen)
+        decayed.append({names[p] for group in groups if group["weight_decay"] for p in group["params"]})
+    assert decayed[0] == decayed[1] == decayed[2]
+    assert not any("bias" in name for name in decayed[0]) and "shared.weight" in decayed[0]
+
+
+def test_lengths_are_checked_before_training(data):
+    with pytest.raises(ValueError, match="max_tokens=4: every training pair is longer"):
+        translation.main(settings(data, max_tokens=4))
+    translation.main(settings(data, smoke=True))
+    model = str(data / "run" / "model")
+    with pytest.raises(ValueError, match="max_tokens=200 is not allowed: it must be at most"):
+        translation.main(settings(data, out=str(data / "long"), model=model, max_tokens=200))
+
+
 def test_the_tokenizer_gives_back_what_it_read(data):
     pairs = [("Der Hund läuft, oder?", 'The dog runs, or "does" it?')]
     tokenizer = translation.train_tokenizer(pairs * 2, 80)
@@ -112,6 +190,9 @@ def test_sides_of_different_length_are_an_error(data):
 def test_missing_data_and_wrong_values_name_the_setting():
     with pytest.raises(ValueError, match="train='' is not allowed"):
         translation.Settings(out="x")
+    for name, value in {"certificates": -1, "dev_sentences": -1, "layers": 0, "heads": 3, "dropout": 1.0}.items():
+        with pytest.raises(ValueError, match="is not allowed: it must be"):
+            translation.Settings(out="x", train="a", dev="b", test=["c"], **{name: value})
     with pytest.raises(ValueError, match="architecture='gpt' is not allowed"):
         translation.Settings(out="x", train="a", dev="b", test=["c"], architecture="gpt")
 

@@ -1,0 +1,83 @@
+"""What a pretrained model must be able to do, checked before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+#: What Transformers calls its tables of absolute positions.
+TABLES = ("position_embeddings", "embed_positions", "wpe")
+
+
+def longest(model: Any) -> int | None:
+    """How many tokens a model can see; None where positions are relative and nothing bounds them.
+
+    Args:
+        model: from Transformers, or a part of one such as its encoder.
+    """
+    tables = [m for name, m in model.named_modules() if name.split(".")[-1] in TABLES and isinstance(m, nn.Embedding)]
+    config = model.config
+    named = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    relative = ("relative_attention_num_buckets", "relative_attention", "alibi")
+    if not tables and any(getattr(config, name, None) for name in relative):
+        return None  # T5's n_positions says how long its pretraining texts were
+    return min([*(number for number in named if number and number > 0), *map(_places, tables)], default=None)
+
+
+def _places(table: nn.Embedding) -> int:
+    """Positions of a table without those it keeps for something else."""
+    if hasattr(table, "offset"):  # BART and OPT
+        return table.num_embeddings - int(table.offset)
+    # RoBERTa counts from behind the position of padding.
+    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+
+
+def check_length(model: Any, tokens: int, what: str) -> None:
+    """Say before training that a sequence is longer than the model can see.
+
+    Args:
+        model: from Transformers, or a part of one such as its encoder. With rotary positions its
+            ``max_position_embeddings`` is the bound too: longer texts are not what it has learned.
+        tokens: the longest sequence it will be given, with special tokens.
+        what: the setting that says so, for the message.
+
+    Raises:
+        ValueError: if the model has fewer positions than ``tokens``.
+    """
+    bound = longest(model)
+    if bound is not None and tokens > bound:
+        raise ValueError(f"{what}={tokens} is not allowed: it must be at most {bound}, all that the model can see.")
+
+
+def check_causal(model: Any) -> None:
+    """Say before training that a model sees the tokens that it is to predict.
+
+    ``AutoModelForCausalLM`` also loads encoders such as BERT; only with ``is_decoder`` do they look back alone.
+
+    Args:
+        model: from ``AutoModelForCausalLM``; its training flag and the random numbers are left as they are.
+
+    Raises:
+        ValueError: if the logits of a token depend on a later one.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    bound = longest(model)
+    length = 4 if bound is None else min(4, bound)  # short: the last token weighs much for those before it
+    row = torch.arange(size // 2, size // 2 + length + 1, device=model.device) % size
+    ids = torch.stack([row[:length], torch.cat([row[: length - 1], row[length:]])])
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            first, second = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    finally:
+        model.train(training)
+    # Not equality: a kernel may add up the rows of a batch in different orders.
+    if (first - second).abs().max() > 1e-4 * first.abs().max():
+        raise ValueError(
+            f"model={model.config._name_or_path!r} ({model.config.model_type}) sees later tokens: it would copy what it is to "
+            "predict. Give a causal model, or an encoder whose config.json says is_decoder=true; as it is, it suits "
+            "recipes/classification.py."
+        )
