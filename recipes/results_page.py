@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import findings
-import findings_heads
-from common.tables import SITES, Row, column, grouped, order, origin, read, spread, table
+import results_heads
+from common.tables import SITES, column, grouped, order, origin, read, spread, table
 from results_figures import shown
 
 ROOT = Path(__file__).parents[1]
@@ -173,25 +173,29 @@ def language_models() -> list[str]:
     if not rows:
         return []
     groups = grouped(rows, "attention", "output_alpha")
-    names = ("word_epsilon_perplexity", "sparsemax_score", "jensen_shannon", "support_size", "density", "rep_16")
+    columns = {
+        "perplexity per word": ("word_perplexity", 1),
+        "epsilon-perplexity per word": ("word_epsilon_perplexity", 1),
+        "sparsemax score": ("sparsemax_score", 3),
+        "JS": ("jensen_shannon", 3),
+        "symbols possible": ("support_size", 1),
+        "attention density": ("density", 3),
+        "rep-16": ("rep_16", 3),
+    }
     lines = [
-        [
-            f"{key[1]} / {key[0]}",
-            len(groups[key]),
-            *(column(groups[key], name, 3) for name in names),
-        ]
+        [f"{key[1]} / {key[0]}", len(groups[key]), *(column(groups[key], *chosen) for chosen in columns.values())]
         for key in sorted(groups, key=order)
     ]
-    head = [
-        "output / attention alpha",
-        "seeds",
-        "epsilon-perplexity per word",
-        "sparsemax score",
-        "JS",
-        "words possible",
-    ]
-    head += ["attention density", "rep-16"]
-    return ["## Language modelling, WikiText-2", "", *table(head, lines), *origin(rows)]
+    about = (
+        "A GPT-2 of 3 layers and width 128 from scratch, 4,000 subwords, one pass over 2 of WikiText-2's 2.9 million tokens, all "
+        "settings alike; blocks of 128 tokens without a memory of earlier ones, so that perplexities are high. A sparse output "
+        "gives some words that occur the probability 0: its perplexity is infinite, and epsilon-perplexity adds 1e-6 to every "
+        "probability. The sparsemax score (higher is better) and JS, the Jensen-Shannon divergence from the word that occurs "
+        "(lower is better), are those of Martins et al. 2020; rep-16 is the share of sampled tokens that occur among the 16 "
+        f"before (in the text itself: {column(rows[:1], 'human_rep_16', 3)})."
+    )
+    return ["## Language modelling, WikiText-2", "", about, "", *table(["output / attention alpha", "seeds", *columns], lines),
+            *origin(rows)]  # fmt: skip
 
 
 def conversions() -> list[str]:
@@ -209,11 +213,11 @@ def conversions() -> list[str]:
             [
                 row["attention"],
                 row["schedule"],
-                row["density_target"],
-                row["distill_logits"],
+                "" if row["density_target"] == "None" else row["density_target"],
+                "yes" if float(row["distill_logits"]) else "",
                 f"{float(row[f'{measure}_before']):.2f}",
                 f"{float(row[measure]):.2f}",
-                row["lost"],
+                f"{float(row['lost']):.2f}",
                 f"{findings.price(row, control):.2f}" if control else "",
                 column([row], "density", 1, 100),
             ]
@@ -268,13 +272,38 @@ def speeds() -> list[str]:
 def other_tasks() -> list[str]:
     """Classification and summarisation."""
     lines: list[str] = []
-    for group, title, names in (
+    for group, title, about, names in (
         (
             "classification",
             "Classification: which of 94 languages is a word form from",
-            ("accuracy", "macro_f1", "unseen_accuracy"),
+            "A BERT of 2 layers and width 128 from scratch that reads the letters of one word form (CoNLL-SIGMORPHON 2018, medium "
+            "setting). *Unseen* are forms that no training language has; *certain*, where one language has all the probability.",
+            {
+                "accuracy, %": "accuracy",
+                "macro-F1, %": "macro_f1",
+                "on unseen, %": "unseen_accuracy",
+                "languages possible": "possible_labels",
+                "certain, %": "certain",
+                "accuracy where certain, %": "certain_accuracy",
+                "attention density": "density_encoder_self",
+            },
         ),
-        ("summarization", "Summarisation: SciTLDR, from scratch", ("rouge1", "rouge2", "rougeL", "lead_rouge1")),
+        (
+            "summarization",
+            "Summarisation: SciTLDR",
+            "A BART of 2 + 2 layers and width 128 from scratch on 1,992 abstracts: far too few to learn to summarise, the first "
+            "sentence is better (*lead*); a comparison of settings. ROUGE against the best of several references.",
+            {
+                "ROUGE-1": "rouge1",
+                "ROUGE-2": "rouge2",
+                "ROUGE-L": "rougeL",
+                "lead, ROUGE-1": "lead_rouge1",
+                "lead, ROUGE-L": "lead_rougeL",
+                "density, encoder": "density_encoder_self",
+                "cross": "density_cross",
+                "decoder": "density_decoder_self",
+            },
+        ),
     ):
         rows = read(group)
         if rows:
@@ -283,129 +312,13 @@ def other_tasks() -> list[str]:
                 [
                     f"{key[1]} / {key[0]}",
                     len(groups[key]),
-                    *(column(groups[key], name) for name in names),
-                    column(groups[key], "density_encoder_self", 1, 100),
+                    *(column(groups[key], name) for name in names.values()),
                 ]
                 for key in sorted(groups, key=order)
             ]
-            head = ["output / attention alpha", "seeds", *names, "density, %"]
-            lines += [f"## {title}", "", *table(head, cells), *origin(rows)]
+            lines += [f"## {title}", "", about, "", *table(["output / attention alpha", "seeds", *names], cells)]
+            lines += origin(rows)
     return lines
-
-
-def heads() -> list[str]:
-    """Section 5 of Correia et al. 2019: what `hf-entmax analyze` wrote about the translation models."""
-    sites, single = read("head_analysis/sites"), read("head_analysis/heads")
-    if not sites:
-        return []
-    lines = [
-        [
-            row["model"],
-            row["site"],
-            _alphas(row),
-            f"{100 * float(row['density']):.1f}",
-            f"{float(row['mean_support']):.2f}",
-            f"{float(row['head_diversity']):.3f}",
-        ]
-        for row in sites
-    ]
-    roles = [
-        ("confidence_median_previous", "previous token, median confidence", 100, max),
-        ("confidence_median_next", "next token, median confidence", 100, max),
-        ("subword_merging", "other subwords of the word, mean score", 100, max),
-        ("interrogation", "question mark, share of attention", 100, max),
-        ("dependency_accuracy", "syntactic head (German PUD), accuracy", 100, max),
-        ("aer_argmax_input", "alignment error rate, largest weight", 100, min),
-        ("aer_support_input", "alignment error rate, nonzero weights", 100, min),
-    ]
-    models = list(dict.fromkeys(row["model"] for row in sites))
-    best = []
-    for name, title, factor, choose in roles:
-        cells = [title]
-        for model in models:
-            found = [row for row in single if row["model"] == model and row.get(name)]
-            if not found:
-                cells.append("")
-                continue
-            row = choose(found, key=lambda row, name=name: float(row[name]))
-            cells.append(f"{factor * float(row[name]):.1f} ({row['site']} {row['layer']}.{row['head']})")
-        best.append(cells)
-    return [
-        "## What the heads of the translation models do (Correia et al. 2019, section 5)",
-        "",
-        "The models of the translation table with a softmax output and attention of softmax, 1.5 and learned alpha (seed 0), on "
-        "800 captions of Multi30k's test set of 2016 and 600 German questions of Tatoeba's dev and test sets, which these models "
-        "were not trained for; syntax on the German PUD treebank, alignment on 100 gold-aligned sentences of Europarl, far from "
-        "captions: compare the models, not with other work. In brackets the layer and head. Correia et al. report, for models "
-        "ten times as large, previous-token heads of 93.5 (softmax) to 95.9 % (learned), subword-merging heads of 83 to 90 % and "
-        "a question-mark head of 97 to 99.5 %.",
-        "",
-        *table(["model", "site", "alpha", "density, %", "nonzeros", "JS diversity"], lines),
-        *table(["best head for, %", *models], best),
-        "![Density of every head](figures/heads_density.png)",
-        "",
-        "![Diversity of the heads](figures/heads_diversity.png)",
-        "",
-        "    python recipes/head_evidence.py translation",
-        "",
-    ]
-
-
-def _alphas(row: Row) -> str:
-    """Mean and range of the heads of a site."""
-    if not row["alpha_mean"]:
-        return "1"
-    mean, least, most = (float(row[f"alpha_{name}"]) for name in ("mean", "min", "max"))
-    return f"{mean:g}" if least == most else f"{mean:.2f} ({least:.2f} to {most:.2f})"
-
-
-def positional() -> list[str]:
-    """Figure 7 of Correia et al. 2019, on the inflection models: heads that look at the letter before."""
-    heads, counts = read("head_analysis_inflection/heads"), read("head_analysis_inflection/positions")
-    if not heads:
-        return []
-    lines = []
-    for kind in sorted({row["model"].rsplit("-", 1)[0] for row in heads}, key=lambda kind: order((kind, "1.5"))):
-        seeds = sorted({row["model"] for row in heads if row["model"].rsplit("-", 1)[0] == kind})
-        best = [findings_heads.surest(heads, seed, "confidence_median_previous") for seed in seeds]
-        found = [
-            sum(int(row["positional_heads"]) for row in counts if row["model"] == seed and row["offset"] == "-1")
-            for seed in seeds
-        ]
-        where = ", ".join(f"{row['site'].split('_')[0]} {row['layer']}.{row['head']}" for row in best)
-        alphas = [float(row["alpha"]) for row in best if row["alpha"]]
-        lines.append(
-            [
-                kind,
-                len(seeds),
-                spread([float(count) for count in found], 1),
-                spread([100 * float(row["confidence_median_previous"]) for row in best], 1),
-                where,
-                f"{min(alphas):.2f} to {max(alphas):.2f}" if kind == "learned" else kind,
-                spread([findings_heads.positional_confidence(heads, seed) for seed in seeds], 1),
-            ]
-        )
-    head = [
-        "attention alpha",
-        "seeds",
-        "positional heads of 16",
-        "surest head, %",
-        "which",
-        "its alpha",
-        "four surest, %",
-    ]
-    return [
-        "### Positional heads of the inflection models (figure 7)",
-        "",
-        "In these models heads for the previous letter have formed. Models with output alpha 1.5, on 1,200 words of dev; a "
-        "head's confidence is the median over words of the weight that it gives to the previous letter, averaged over the "
-        "word; a head is positional as `hf_entmax.analysis` decides it. In the last column the mean of the four surest heads, "
-        "encoder and decoder together.",
-        "",
-        *table(head, lines),
-        "    python recipes/head_evidence.py inflection",
-        "",
-    ]
 
 
 SECTIONS: tuple[Callable[[], list[str]], ...] = (
@@ -414,8 +327,8 @@ SECTIONS: tuple[Callable[[], list[str]], ...] = (
     alpha_grid,
     translation,
     speeds,
-    heads,
-    positional,
+    results_heads.heads,
+    results_heads.positional,
     lambdas,
     conversions,
     language_models,
