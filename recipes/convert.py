@@ -25,7 +25,6 @@ training, and on the way. The model kept is the last one: a conversion that stop
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -48,12 +47,13 @@ import hf_entmax
 import language_modeling as lm
 import translation as mt
 from common.batches import Batches
+from common.blocks import check_sizes, collate, prepare, read_splits
 from common.conversion import Conversion, inner
+from common.curves import STAGES, curve, shared_curve, write_curve
 from common.data import read_pairs
-from common.finish import PLACES, check_finish, finish
+from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length
-from common.results import Results, command
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
@@ -68,7 +68,6 @@ FIELDS = (
     *("density_target", "lora_rank", "lost", *QUALITY, *(f"{name}_before" for name in QUALITY), *HEADS),
     *("steps", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
 )
-STAGES = ("before", "patched", "training")
 CURVE = ("command", "stage", "step", *QUALITY, "alpha_mean", "alpha_min", "alpha_max", "pressure", *HEADS)
 
 
@@ -124,7 +123,7 @@ class Settings(RunSettings):
             "dev_sentences",
         ):
             self.require(name, getattr(self, name) >= 0, "at least 0")
-        lm.check_sizes(self)
+        check_sizes(self)
         self.require("max_tokens", self.max_tokens >= 2, "at least 2")
         self.require("beams", self.beams >= 1, "at least 1")
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
@@ -186,7 +185,7 @@ class Task:
 def read_data(settings: Settings, encoder_decoder: bool) -> Any:
     """The raw data, before anything is written."""
     if not encoder_decoder:
-        return lm.read_splits(settings)
+        return read_splits(settings)
     for name in ("train", "dev", "test"):
         settings.require(name, bool(getattr(settings, name)), f"given for an encoder-decoder such as {settings.model}")
     pairs = {s: read_pairs(getattr(settings, s), settings.source, settings.target) for s in ("train", "dev", "test")}
@@ -196,7 +195,7 @@ def read_data(settings: Settings, encoder_decoder: bool) -> Any:
 
 def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
     """Blocks of text and perplexities."""
-    blocks, words = lm.prepare(settings, lines, tokenizer)
+    blocks, words = prepare(settings, lines, tokenizer)
     whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
 
     def measure(model: Any, split: str) -> dict[str, float]:
@@ -205,11 +204,11 @@ def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any,
 
     return Task(
         blocks["train"],
-        lm.collate,
+        collate,
         lambda block: len(block["input_ids"]),
         count_shifted_labels,
         True,
-        [lm.collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
+        [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
         lambda model: measure(model, "dev"),
         lambda model: measure(model, "test"),
     )
@@ -276,47 +275,6 @@ def measure(model: Any, task: Task) -> dict[str, float]:
     return found
 
 
-def curve(run: Run) -> list[dict[str, Any]]:
-    """The evaluations of a run, from its log, where what a resumed run did again stands once."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    path = run.folder / "log.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        entry = json.loads(line)
-        if "dev_density" in entry:
-            values = {name.removeprefix("dev_"): value for name, value in entry.items()}
-            values["stage"] = STAGES[int(values.get("stage", 2))]
-            values["command"] = command(PLACES, ("--report_to",))
-            row = {name: values[name] for name in CURVE if name in values}
-            rows.setdefault((row["stage"], row["step"]), row)
-    return list(rows.values())
-
-
-def shared_curve(settings: Settings) -> Results:
-    """The evaluations of all runs, beside their results."""
-    results = Path(settings.results)
-    return Results(results.with_name(f"{results.stem}_curve.csv"), CURVE)
-
-
-def write_curve(run: Run) -> None:
-    """``curve.csv`` of the run, and its rows beside the results; to be called right before `finish`."""
-    if not run.main:
-        return
-    rows = curve(run)
-    path = run.folder / "curve.csv"
-    path.unlink(missing_ok=True)
-    own = Results(path, CURVE)
-    for row in rows:
-        own.add(**row)
-    if not run.settings.results or run.settings.smoke:
-        return
-    book = shared_curve(run.settings)
-    finished = (run.folder / "result.json").exists()
-    for row in rows:
-        # As in `finish`: a finished run that is resumed only tests again, any other is a run of its own.
-        if not (finished and book.has(command=row["command"], stage=row["stage"], step=row["step"])):
-            book.add(**row)
-
-
 def lost(before: dict[str, float], after: dict[str, float]) -> float:
     """BLEU points, or percent of perplexity (with epsilon: finite for sparse outputs too), against the model given.
 
@@ -354,7 +312,7 @@ def main(settings: Settings) -> None:
     data = read_data(settings, encoder_decoder)
     check_finish(settings, FIELDS)
     if settings.results:
-        shared_curve(settings)  # says now what is wrong with that file
+        shared_curve(settings, CURVE)  # says now what is wrong with that file
     auto: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     teacher = load(auto, settings.model).eval().requires_grad_(False)
@@ -406,7 +364,7 @@ def main(settings: Settings) -> None:
         evaluate_every=settings.evaluate_every,
     )
     if training.progress.step == 0:
-        known = {row["stage"] for row in curve(run)}  # of an earlier start
+        known = {row["stage"] for row in curve(run, CURVE)}  # of an earlier start
         run.accelerator.wait_for_everyone()
         model.eval()
         conversion.arrive()
@@ -429,7 +387,7 @@ def main(settings: Settings) -> None:
     }
     run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
-    write_curve(run)
+    write_curve(run, CURVE)
     finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])
 
 

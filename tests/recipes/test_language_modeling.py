@@ -20,6 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import language_modeling as lm  # noqa: E402
+from common import blocks as text_blocks  # noqa: E402
 from common.data import read_text  # noqa: E402
 from common.run import Run  # noqa: E402
 from common.settings import parse  # noqa: E402
@@ -101,17 +102,20 @@ def test_text_comes_back_and_every_token_is_predicted_once(data):
     lines = read_text(data.replace("{split}", "train"))
     assert "" in lines and lines[0].startswith(" The cat")
     tokenizer = lm.train_tokenizer(lines, 320)
-    ids, words = lm.encode(lines, tokenizer)
+    ids, words = text_blocks.encode(lines, tokenizer)
     assert tokenizer.decode(ids) == "\n".join(lines) + "\n"
     assert tokenizer.tokenize("<unk>") == ["<unk>"]
-    blocks = lm.cut(ids, 50)
+    blocks = text_blocks.cut(ids, 50)
     assert [i for block in blocks for i in block["input_ids"][1:]] == ids[1:]
     assert words == sum(len(line.split()) + 1 for line in lines)
-    whole = lm.cut(ids, 50, whole=True)
+    whole = text_blocks.cut(ids, 50, whole=True)
     assert {len(block["input_ids"]) for block in whole} == {50} and len(blocks) - len(whole) in (0, 1)
     for limit in range(1, 90):
         start = tokenizer.decode(ids[:limit])
-        assert lm.encode(lines, tokenizer, limit=limit) == (ids[:limit], len(start.split()) + start.count("\n"))
+        assert text_blocks.encode(lines, tokenizer, limit=limit) == (
+            ids[:limit],
+            len(start.split()) + start.count("\n"),
+        )
 
 
 def dropping_tokenizer(lines):
@@ -126,20 +130,20 @@ def dropping_tokenizer(lines):
 def test_words_are_those_of_the_text():
     lines = ["The cat's mat .", "", "A dog", " sat", "One .\nTwo ."]
     tokenizer = dropping_tokenizer(lines)
-    ids, words = lm.encode(lines, tokenizer)
+    ids, words = text_blocks.encode(lines, tokenizer)
     assert tokenizer.convert_ids_to_tokens(ids)[:5] == ["the", "cat", "'", "s", "mat"]
     assert words == sum(len(line.split()) + line.count("\n") + 1 for line in lines) == 17
     # The, cat, cat', cat's, mat, the full stop that ends the line, A, dog and the line ends before and after, sat, ...
-    counts = [lm.encode(lines, tokenizer, limit)[1] for limit in range(1, len(ids) + 1)]
+    counts = [text_blocks.encode(lines, tokenizer, limit)[1] for limit in range(1, len(ids) + 1)]
     assert counts == [1, 2, 2, 2, 3, 5, 7, 9, 11, 12, None, 15, 17]
     with pytest.MonkeyPatch.context() as patch:  # as of a tokenizer without offsets
         patch.setattr(type(tokenizer), "is_fast", False)
-        assert lm.encode(lines, tokenizer, limit=1)[1] is None
+        assert text_blocks.encode(lines, tokenizer, limit=1)[1] is None
 
 
 def test_unknown_words_leave_the_column_empty(data, tmp_path, monkeypatch):
     monkeypatch.setattr(lm, "train_tokenizer", lambda lines, size: dropping_tokenizer(lines))
-    monkeypatch.setattr(lm, "_words_before", lambda *_: None)
+    monkeypatch.setattr(text_blocks, "_words_before", lambda *_: None)
     book = tmp_path / "r.csv"
     given = settings(data, tmp_path / "run", test_tokens=50, dev_tokens=50, train_tokens=200, results=str(book))
     lm.main(given)
@@ -153,8 +157,8 @@ def test_unknown_words_leave_the_column_empty(data, tmp_path, monkeypatch):
 def test_measures_are_those_of_the_library(data, tmp_path, alpha):
     given = settings(data, tmp_path / "run", output_alpha=alpha)
     tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
-    ids, words = lm.encode(read_text(data.replace("{split}", "test")), tokenizer)
-    blocks = lm.cut(ids, 24)
+    ids, words = text_blocks.encode(read_text(data.replace("{split}", "test")), tokenizer)
+    blocks = text_blocks.cut(ids, 24)
     model = lm.build_model(given, len(tokenizer)).eval()
     with torch.no_grad():
         model.transformer.wte.weight.mul_(5)  # so that 1.5-entmax rules words out
