@@ -87,11 +87,17 @@ def certainty() -> list[Finding]:
 
 
 def _more_certain(name: str) -> str:
-    """The same share under wider beams, and with more training data."""
+    """The same share under wider beams, after longer training, with a sparser output and with more training data."""
     parts = [
         f"{float(row[name]):.1f} % with a beam of {row['command'].split('--beams ')[1]}"
         for row in read("inflection_beams")
     ]
+    parts += [
+        f"{float(row[name]):.1f} % after {row['command'].split('--epochs ')[1]} epochs instead of 24"
+        for row in read("inflection_epochs")
+    ]
+    sparser = [row for row in read("inflection") if (row["output_alpha"], row["attention"]) == ("2.0", "1.5")]
+    parts += [f"{float(row[name]):.1f} % with an output alpha of 2" for row in sparser if not row["ensemble"]]
     german = [row for row in read("inflection_alpha") if (row["output_alpha"], row["attention"]) == ("1.5", "1.5")]
     parts += [f"{float(row[name]):.1f} % for German alone with 10,000 words to learn from" for row in german]
     return "; ".join(parts)
