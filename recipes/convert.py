@@ -54,7 +54,7 @@ from common.data import read_pairs
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length
-from common.run import Run
+from common.run import Run, check_model
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
@@ -308,6 +308,7 @@ def load_student(settings: Settings, folder: Path, auto: Any) -> Any:
 
 
 def main(settings: Settings) -> None:
+    check_model(settings.model)
     encoder_decoder = bool(AutoConfig.from_pretrained(settings.model).is_encoder_decoder)
     data = read_data(settings, encoder_decoder)
     check_finish(settings, FIELDS)

@@ -44,7 +44,7 @@ from common.data import find, name_of, read_lists
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.outputs import output_support
-from common.run import Run
+from common.run import Run, check_model
 from common.settings import RunSettings, option, parse
 from common.training import Training, kind_of, make_sparse
 from hf_entmax.generation import beam_search
@@ -323,6 +323,8 @@ def main(settings: Settings) -> None:
     dev, test = first_of_each(dev, settings.dev_words), first_of_each(test, settings.test_words)
     if settings.smoke:
         train, dev, test = (first_of_each(words, 4) for words in (train, dev, test))
+    for folder in settings.ensemble:
+        check_model(folder)
     check_finish(settings, FIELDS)
     run = Run(settings, "inflection")
     measures: dict[str, Any] = {}

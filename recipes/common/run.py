@@ -51,7 +51,7 @@ class Run:
         if not settings.out:
             raise ValueError("--out is missing: give the folder of the run.")
         _check_trackers(settings.report_to)
-        _check_model(getattr(settings, "model", ""))
+        check_model(getattr(settings, "model", ""))
         self.settings, self.name = settings, name
         self.folder = Path(settings.out)
         self.accelerator = Accelerator(
@@ -252,7 +252,12 @@ def _lock(folder: Path) -> None:
     _LOCKS[place] = file
 
 
-def _check_model(where: str) -> None:
+def check_model(where: str) -> None:
+    """Say before anything is written that a folder with a model is not there.
+
+    Raises:
+        ValueError: if ``where`` looks like a path, and there is no such folder.
+    """
     path = Path(where)
     looks = where.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
     if looks and not path.is_dir():

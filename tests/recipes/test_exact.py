@@ -21,6 +21,7 @@ sys.path.insert(0, str(RECIPES))
 from transformers import AutoModelForSeq2SeqLM  # noqa: E402
 
 import classification  # noqa: E402
+import convert  # noqa: E402
 import inflection  # noqa: E402
 from common.finish import check_finish  # noqa: E402
 from common.run import Run  # noqa: E402
@@ -220,11 +221,15 @@ class TestFolder:
         with pytest.raises(ValueError, match="the training data have changed since"):
             inflection.main(dataclasses.replace(given, resume=True))
 
-    def test_models_that_are_not_there(self, tmp_path):
+    def test_models_that_are_not_there(self, words, tmp_path):
         given = {"train": "a", "dev": "b", "test": "c", "out": str(tmp_path / "run")}
         for model in ("/nowhere", "./nowhere", "runs/nowhere/model"):
             with pytest.raises(ValueError, match=f"model='{model}': there is no such folder"):
                 Run(classification.Settings(**given, model=model), "classification")
+        with pytest.raises(ValueError, match="model='runs/nowhere/model': there is no such folder"):
+            convert.main(convert.Settings(model="runs/nowhere/model", out=str(tmp_path / "run")))
+        with pytest.raises(ValueError, match="model='/nowhere': there is no such folder"):
+            inflection.main(settings(words, tmp_path / "run", ensemble=["/nowhere"]))
         assert not (tmp_path / "run").exists()
 
     def test_batches_that_cannot_be_shared(self, words, tmp_path):
