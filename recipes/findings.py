@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+
+import yaml
 
 from common.judging import MARGIN, SOFTMAX, Finding, compare
 from common.tables import SITES, Row, grouped, read, table
@@ -86,6 +89,12 @@ def certainty() -> list[Finding]:
     return found
 
 
+def inflection_epochs() -> int:
+    """Of the rows of inflection: what their configuration says."""
+    path = Path(__file__).parent / "configs" / "inflection.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["epochs"]
+
+
 def _more_certain(name: str) -> str:
     """The same share under wider beams, after longer training, with a sparser output and with more training data."""
     parts = [
@@ -93,7 +102,7 @@ def _more_certain(name: str) -> str:
         for row in read("inflection_beams")
     ]
     parts += [
-        f"{float(row[name]):.1f} % after {row['command'].split('--epochs ')[1]} epochs instead of 24"
+        f"{float(row[name]):.1f} % after {row['command'].split('--epochs ')[1]} epochs instead of {inflection_epochs()}"
         for row in read("inflection_epochs")
     ]
     sparser = [row for row in read("inflection") if (row["output_alpha"], row["attention"]) == ("2.0", "1.5")]

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import findings
 import results_heads
-from common.tables import SITES, column, grouped, order, origin, read, spread, table
+from common.tables import SITES, Row, column, grouped, order, origin, read, spread, table
 from results_figures import shown
 
 ROOT = Path(__file__).parents[1]
@@ -62,11 +62,25 @@ def morphology() -> list[str]:
         "that its answer is the model's most probable, which sharp softmax models often allow too. *All known*: it holds every "
         "answer with a probability above 0; the paper's search is exact in this sense for 79 % of the validation words. *Only "
         "one*: one answer has all the probability; the paper has 66 %. *Symbols possible*: with a probability above 0, mean over the "
-        "letters of dev's answers.",
+        f"letters of dev's answers. {_longer(groups)}",
         "",
         *table(head, lines),
-        *origin(every),
+        *origin([*every, *read("inflection_epochs")]),
     ]
+
+
+def _longer(groups: dict[tuple[str, ...], list[Row]]) -> str:
+    """What more epochs would change, as far as it has been tried."""
+    said = f"All models learned for {findings.inflection_epochs()} epochs."
+    for row in read("inflection_epochs"):
+        (same,) = [one for one in groups[row["attention"], row["output_alpha"]] if one["seed"] == row["seed"]]
+        what = (("is right for", "accuracy"), ("knows all answers for", "exhaustive"), ("only one for", "single"))
+        shares = ", ".join(f"{does} {row[name]} % (before {same[name]} %)" for does, name in what)
+        said += (
+            f" They have not learned all they can: after {row['command'].split('--epochs ')[1]} epochs the model of "
+            f"{row['output_alpha']} / {row['attention']}, seed {row['seed']}, {shares}."
+        )
+    return said
 
 
 def translation() -> list[str]:
