@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from common.batches import Batches
-from common.data import evenly
 from common.run import Run
 from common.settings import RunSettings
 from hf_entmax import alphas, entmax_config, is_patched, patch_model
@@ -66,7 +65,7 @@ def make_sparse(model: Any, settings: RunSettings) -> Any:
     A model that is sparse already is trained on as it is.
 
     Raises:
-        ValueError: if it is sparse in another way than the settings say.
+        ValueError: if it is sparse in another way than the settings say, or has alphas and they say where these start.
     """
     config = settings.entmax()
     if is_patched(model):
@@ -80,6 +79,10 @@ def make_sparse(model: Any, settings: RunSettings) -> Any:
             raise ValueError(
                 f"the model is sparse already ({options}{more}), and the settings say attention={settings.attention} with "
                 f"output_alpha={settings.output_alpha}: give its own to train it on, or a model with softmax."
+            )
+        if settings.alpha_init != "normal":
+            raise ValueError(
+                f"alpha_init={settings.alpha_init} would have no effect: the model has alphas already. Leave it out."
             )
         return model
     return model if config is None else patch_model(model, config)
@@ -261,10 +264,10 @@ class Training:
         }
 
 
-def digest(examples: Any, most: int = 20_000) -> str:
-    """Of the training data: examples from all over them, and how many there are."""
-    found = hashlib.sha256(str(len(examples)).encode())
-    for example in evenly(examples, most):
+def digest(examples: Any) -> str:
+    """Of the training data, all of them in their order."""
+    found = hashlib.sha256()
+    for example in examples:
         found.update(repr(example).encode())
     return found.hexdigest()
 

@@ -135,6 +135,8 @@ def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
     for wrong in ({}, {"attention": "1.5", "output_alpha": 1.5}, {"attention": "learned"}):
         with pytest.raises(ValueError, match=r"sparse already \(--attention learned --output_alpha 1\.5\)"):
             translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, **wrong))
+    with pytest.raises(ValueError, match=r"alpha_init=1\.2 would have no effect: the model has alphas already"):
+        translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, alpha_init="1.2", **sparse))
     translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, **sparse))
     result = json.loads((data / "on" / "result.json").read_text())
     stored = json.loads((data / "on" / "model" / "config.json").read_text())["entmax_config"]
