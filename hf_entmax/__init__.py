@@ -44,8 +44,10 @@ _LAZY = {
         "hf_entmax.integration.patching",
     ),
 }
+#: Loaded when used like these, with a warning, and gone in the next version.
+_FORMER = ("multilabel",)
 _NEEDS_TRANSFORMERS = "hf_entmax.integration"
-_SUBMODULES = ("analysis", "generation", "losses", "multilabel", "ops", "training")
+_SUBMODULES = ("analysis", "generation", "losses", "ops", "training")
 
 __all__ = [
     "EntmaxConfig",
@@ -70,7 +72,7 @@ _registration.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
+    if name in (*_SUBMODULES, *_FORMER):
         return importlib.import_module(f"hf_entmax.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'hf_entmax' has no attribute {name!r}; it has {__all__}")

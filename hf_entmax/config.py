@@ -37,7 +37,7 @@ class EntmaxConfig:
             Attention that is left alone by ``sites``, ``layers`` or ``exclude`` keeps its softmax on purpose.
         output_alpha: ``None`` leaves the output a softmax. A float >= 1 trains with the entmax loss and makes
             ``generate()`` use entmax probabilities.
-        output_mapping: ``None``, or the name of a multilabel loss (see ``hf_entmax.multilabel``) for a
+        output_mapping: ``None``, or the name of a multilabel loss (see ``hf_entmax.losses.multilabel``) for a
             sequence-classification head with ``problem_type="multi_label_classification"``.
         backend: which implementation computes the attention; ``"auto"`` chooses by device, shape and arguments.
         mapping: ``"entmax"``, or a mapping of ``hf_entmax.ops.controllable`` that may serve as attention.

@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hf_entmax.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
+from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
 from multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
 from multilabel_results import Results, f1_scores, score
 

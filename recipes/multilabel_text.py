@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_entmax import patch_model
 from hf_entmax.integration.observe import observe_attention
-from hf_entmax.multilabel import multilabel_predict, multilabel_probabilities
+from hf_entmax.losses.multilabel import multilabel_predict, multilabel_probabilities
 from multilabel_data import Split, TextData, english_verb_texts, read_texts
 from multilabel_results import Results, f1_scores, score
 

@@ -14,7 +14,7 @@ FLOORS = {
     "ops": 2,
     "alpha": 3,
     "losses": 3,
-    "multilabel": 4,
+    "multilabel": 4,  # the former name of losses.multilabel
     "integration": 5,
     "generation": 6,
     "analysis": 6,

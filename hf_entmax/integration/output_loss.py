@@ -1,5 +1,8 @@
 """The training loss of a head model, replaced from outside: a forward hook that sees logits and labels.
 
+The other half of ``output_alpha``, sparse probabilities in ``generate()``, needs nothing on the model: the hook in
+``hf_entmax.generation`` reads the configuration.
+
 Most head models compute their loss inside ``forward``, each in its own lines. A hook on the model works for all of them:
 the model's own output scaling and softcap have been applied to the logits that it sees.
 """
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_entmax import _registration
+from hf_entmax.config import EntmaxConfig
 from hf_entmax.losses import entmax_loss
 from hf_entmax.ops import entmax
 
@@ -34,7 +39,7 @@ class OutputLoss:
 
     Args:
         alpha: of the entmax loss, >= 1; None where ``mapping`` is given.
-        mapping: name of a multilabel loss of ``hf_entmax.multilabel``; None where ``alpha`` is given.
+        mapping: name of a multilabel loss of ``hf_entmax.losses.multilabel``; None where ``alpha`` is given.
         shift: predict token t + 1 from position t.
     """
 
@@ -66,7 +71,7 @@ class OutputLoss:
     def _loss(self, module: nn.Module, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> Tensor:
         labels = labels.to(logits.device)
         if self.mapping is not None:
-            from hf_entmax.multilabel import multilabel_loss
+            from hf_entmax.losses.multilabel import multilabel_loss
 
             items = given.get("num_items_in_batch")
             if items is None:
@@ -112,12 +117,15 @@ class OutputLoss:
         return taken
 
 
-def check_output_head(model: PreTrainedModel, alpha: float | None = None, mapping: str | None = None) -> None:
-    """Raise unless the model's class computes a classification loss from labels.
+def check_output(model: PreTrainedModel, config: EntmaxConfig) -> None:
+    """Raise where an output option cannot be honoured by this model, before anything is changed.
 
     Raises:
-        ValueError: if it has no output head, computes a loss of another kind, or ``problem_type`` contradicts the option.
+        ValueError: if the model computes no classification loss from labels, or ``problem_type`` contradicts the option.
     """
+    alpha, mapping = config.output_alpha, config.output_mapping
+    if alpha is None and mapping is None:
+        return
     name = type(model).__name__
     option = f"output_alpha={alpha}" if mapping is None else f"output_mapping={mapping!r}"
     if "labels" not in inspect.signature(type(model).forward).parameters or any(
@@ -130,7 +138,7 @@ def check_output_head(model: PreTrainedModel, alpha: float | None = None, mappin
     problem = getattr(model.config, "problem_type", None)
     sequence = "ForSequenceClassification" in name or "ForImageClassification" in name
     if mapping is not None:
-        from hf_entmax.multilabel import check_mapping
+        from hf_entmax.losses.multilabel import check_mapping
 
         check_mapping(mapping)
         if not sequence or problem not in (None, "multi_label_classification"):
@@ -147,20 +155,28 @@ def check_output_head(model: PreTrainedModel, alpha: float | None = None, mappin
         )
 
 
-def install_output_loss(model: PreTrainedModel, alpha: float | None = None, mapping: str | None = None) -> None:
-    """Have a head model compute the entmax loss (or a multilabel loss) from the labels it is given.
+def install_output(model: PreTrainedModel, config: EntmaxConfig) -> None:
+    """Have a head model compute the loss that the configuration asks for from the labels it is given.
 
     A model without a loss (the base of a head model that was patched) is left as it is.
+
+    Raises:
+        ImportError: if ``generate()`` could not be hooked, so that it would go on to sample from a softmax.
     """
-    remove_output_loss(model)
+    if config.output_alpha is not None:
+        _registration.ensure()
+    elif config.output_mapping is None:
+        return
+    remove_output(model)
     try:
-        check_output_head(model, alpha, mapping)
+        check_output(model, config)
     except ValueError:
         return  # patch_model has asked before; loading a checkpoint's base model without its head is no mistake
-    model.register_forward_hook(OutputLoss(alpha, mapping, shifts_labels(model)), with_kwargs=True)
+    hook = OutputLoss(config.output_alpha, config.output_mapping, shifts_labels(model))
+    model.register_forward_hook(hook, with_kwargs=True)
 
 
-def remove_output_loss(model: nn.Module) -> None:
+def remove_output(model: nn.Module) -> None:
     """Give a head model its own loss back."""
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(hook, OutputLoss):

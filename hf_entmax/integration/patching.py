@@ -16,7 +16,7 @@ from hf_entmax.integration import attach as attaching
 from hf_entmax.integration.config_hook import CONFIG_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
-from hf_entmax.integration.output import check_output, install_output, remove_output
+from hf_entmax.integration.output_loss import check_output, install_output, remove_output
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 

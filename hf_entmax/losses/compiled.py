@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.losses.blocks import BatchLosses, row_blocks, write_residuals
-from hf_entmax.losses.rows import compute_dtype, exact_dtype
+from hf_entmax.losses.core import compute_dtype, exact_dtype
 from hf_entmax.losses.targets import check_alpha, check_labels
 
 

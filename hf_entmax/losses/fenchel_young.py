@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_entmax.losses.blocks import BatchLosses, write_residuals
 from hf_entmax.losses.compiled import entmax_losses
-from hf_entmax.losses.rows import compute_dtype, sparse_residual
+from hf_entmax.losses.core import compute_dtype, sparse_residual
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options, check_shapes
 
 

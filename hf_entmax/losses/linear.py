@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_entmax.losses.fenchel_young import reduce_losses
-from hf_entmax.losses.rows import (
+from hf_entmax.losses.core import (
     RowLosses,
     compute_dtype,
     dense_residual,
@@ -19,6 +18,7 @@ from hf_entmax.losses.rows import (
     sparse_residual,
     subtract_target_,
 )
+from hf_entmax.losses.fenchel_young import reduce_losses
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options
 
 # How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU, and up to twice that where the

@@ -187,7 +187,7 @@ def _multilabel_model(mapping, **extra):
     "mapping", ["sparsehourglass(q=2)", "sparsegen_lin(lam=0.5)", "entmax(alpha=1.3)", "sparsemax", "softmax"]
 )
 def test_multilabel_losses_by_name(mapping, tmp_path):
-    from hf_entmax.multilabel import multilabel_loss
+    from hf_entmax.losses.multilabel import multilabel_loss
 
     model = _multilabel_model(mapping)
     labels = torch.tensor([[1.0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])

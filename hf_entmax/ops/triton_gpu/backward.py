@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.mapping import alpha_gradient, alpha_terms, expq, log_slope, make_mapping
+from hf_entmax.ops.triton_gpu.row_math import alpha_gradient, alpha_terms, expq, log_slope, make_mapping
 from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
     dot,

@@ -7,7 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.mapping import MASKED, MASKED_BELOW, expq, largest_threshold, make_mapping, threshold_step
+from hf_entmax.ops.triton_gpu.row_math import (
+    MASKED,
+    MASKED_BELOW,
+    expq,
+    largest_threshold,
+    make_mapping,
+    threshold_step,
+)
 from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
     dot,

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hf_entmax.ops.triton_gpu import backward, forward, rows
+from hf_entmax.ops.triton_gpu import backward, forward, row_kernels
 from hf_entmax.ops.triton_gpu.blocks import (
     Arguments,
     Blocks,
@@ -226,7 +226,7 @@ def rows_forward(scores: Tensor, alpha: Tensor, mask: Tensor | None, exact_alpha
     if scores.numel():
         block_rows, block_cols = row_blocks(n_cols)
         with _on_device(scores):
-            rows._entmax_rows_fwd_kernel[(-(-n_rows // block_rows),)](
+            row_kernels._entmax_rows_fwd_kernel[(-(-n_rows // block_rows),)](
                 *_row_operands(scores, alpha, mask), probs, stats, _floor(scores), n_rows, n_cols,
                 1 if exact_alpha == 1.0 else _MAX_PASSES,
                 ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,
@@ -250,7 +250,7 @@ def rows_backward(
     if scores.numel():
         block_rows, block_cols = row_blocks(n_cols)
         with _on_device(scores):
-            rows._entmax_rows_bwd_kernel[(-(-n_rows // block_rows),)](
+            row_kernels._entmax_rows_bwd_kernel[(-(-n_rows // block_rows),)](
                 *_row_operands(scores, alpha, mask), (grad, *grad.stride()), stats, grad_scores, grad_alpha,
                 _floor(scores), n_rows, n_cols,
                 ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.mapping import _INTERPRETED, MASKED, MASKED_BELOW
+from hf_entmax.ops.triton_gpu.row_math import _INTERPRETED, MASKED, MASKED_BELOW
 
 
 class Array(NamedTuple):

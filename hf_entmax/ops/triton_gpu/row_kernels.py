@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.mapping import (
+from hf_entmax.ops.triton_gpu.row_math import (
     MASKED,
     MASKED_BELOW,
     Mapping,

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_entmax.multilabel import (
+from hf_entmax.losses.multilabel import (
     MULTILABEL_LOSSES,
     MultilabelLoss,
     check_mapping,
@@ -438,3 +438,14 @@ class TestModule:
         loss(z, y).backward()
         assert [name for name, _ in loss.named_parameters()] == ["options.alpha"]
         assert float(alpha.grad) != 0
+
+
+def test_the_former_name_works_and_says_where_it_went():
+    import hf_entmax
+    from hf_entmax.losses import multilabel
+
+    with pytest.warns(FutureWarning, match=r"import multilabel_loss from hf_entmax\.losses\.multilabel"):
+        from hf_entmax.multilabel import multilabel_loss as former
+    assert former is multilabel.multilabel_loss
+    with pytest.warns(FutureWarning, match="has moved"):
+        assert hf_entmax.multilabel.check_mapping is multilabel.check_mapping

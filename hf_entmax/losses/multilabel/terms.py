@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.losses import entmax_loss
-from hf_entmax.multilabel.labels import LabelRows
+from hf_entmax.losses.multilabel.labels import LabelRows
 
 
 def log_loss(z: Tensor, rows: LabelRows) -> Tensor:

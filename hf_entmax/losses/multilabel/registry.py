@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_entmax.multilabel import terms
+from hf_entmax.losses.multilabel import terms
 from hf_entmax.ops.controllable import LAM, Interval, Q, softmax, sparsegen_lin, sparsehourglass
 from hf_entmax.ops.controllable.domain import holds
 from hf_entmax.ops.mapping import entmax, sparsemax

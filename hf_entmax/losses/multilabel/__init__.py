@@ -25,13 +25,13 @@ Reference:
     section 3.3, for the multilabel sparsemax loss.
 """
 
-from hf_entmax.multilabel.functions import (
+from hf_entmax.losses.multilabel.functions import (
     MultilabelLoss,
     multilabel_loss,
     multilabel_predict,
     multilabel_probabilities,
 )
-from hf_entmax.multilabel.registry import MULTILABEL_LOSSES, MultilabelSpec, check_mapping, parse_mapping
+from hf_entmax.losses.multilabel.registry import MULTILABEL_LOSSES, MultilabelSpec, check_mapping, parse_mapping
 
 __all__ = [
     "MULTILABEL_LOSSES",

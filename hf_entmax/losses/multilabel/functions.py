@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_entmax.multilabel.labels import LabelRows, check_labels, check_weight
-from hf_entmax.multilabel.registry import parse_mapping, resolve
+from hf_entmax.losses.multilabel.labels import LabelRows, check_labels, check_weight
+from hf_entmax.losses.multilabel.registry import parse_mapping, resolve
 from hf_entmax.ops.controllable import Interval
 from hf_entmax.ops.controllable.domain import holds
 
