@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
 from hf_entmax.analysis import collect, plots, write_report
-from hf_entmax.analysis.alignments import read_alignments
-from hf_entmax.analysis.conllu import read_conllu
-from hf_entmax.analysis.data import read_data
-from hf_entmax.analysis.encode import Encoder
-from hf_entmax.analysis.examples import collect_examples
-from hf_entmax.analysis.importance import head_importance
+from hf_entmax.analysis.collecting.examples import collect_examples
+from hf_entmax.analysis.collecting.importance import head_importance
+from hf_entmax.analysis.reading.alignments import read_alignments
+from hf_entmax.analysis.reading.conllu import read_conllu
+from hf_entmax.analysis.reading.data import read_data
+from hf_entmax.analysis.reading.encode import Encoder
 
 
 def parse() -> argparse.Namespace:

@@ -11,6 +11,7 @@ FLOORS = {
     "_version": 0,
     "_registration": 0,
     "config": 1,
+    "batches": 1,
     "ops": 2,
     "alpha": 3,
     "losses": 3,
@@ -23,6 +24,18 @@ FLOORS = {
     "quickstart": 8,
     "cli": 9,
     "__init__": 10,
+}
+#: The rooms of `hf_entmax.analysis` -> floor, by the same rule; `__init__` is the public door and imported by no room.
+ANALYSIS = {
+    "reading": 0,
+    "metrics": 0,
+    "statistics": 1,
+    "plots": 1,
+    "collecting": 2,
+    "report": 3,
+    "analyze": 4,
+    "command": 5,
+    "__init__": 6,
 }
 #: Imported by everybody on purpose: the package's public names.
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -55,6 +68,20 @@ def test_imports_go_down(path):
         assert (public and FLOORS[own] >= 8) or FLOORS[target] < FLOORS[own], (
             f"{path.name}:{line} on floor {FLOORS[own]} imports {module}"
         )
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if _part(p) == "analysis"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_rooms_of_the_analysis_go_down(path):
+    own = path.relative_to(PACKAGE / "analysis").with_suffix("").parts[0]
+    assert own in ANALYSIS, f"{own} has no floor in the analysis: give it one"
+    for line, module in _imports(path):
+        parts = module.split(".")
+        if parts[1] != "analysis":
+            continue
+        target = parts[2] if len(parts) > 2 and parts[2] in ANALYSIS else "__init__"
+        assert target == own or ANALYSIS[target] < ANALYSIS[own], f"{path.name}:{line} in {own} imports {module}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha")], ids=str)

@@ -1,8 +1,8 @@
 """What did each head learn? Statistics, roles, figures and a report for any Transformers model."""
 
-from . import plots
-from .collect import AnalysisError, collect
-from .metrics import (
+from hf_entmax.analysis import plots
+from hf_entmax.analysis.collecting.collect import AnalysisError, collect
+from hf_entmax.analysis.metrics import (
     alignment_error_rate,
     ambiguity,
     density,
@@ -21,8 +21,8 @@ from .metrics import (
     subword_merging,
     word_attention,
 )
-from .report import write_report
-from .statistics import AttentionStatistics
+from hf_entmax.analysis.report import write_report
+from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 __all__ = [
     "AnalysisError",

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .alignments import AlignedPair, read_alignments
-from .batches import check_vocabulary, vocabulary_size
-from .collect import AnalysisError, collect
-from .conllu import DependencySentence, read_conllu
-from .data import TextRecord, read_data
-from .encode import Encoder
-from .examples import collect_examples
-from .importance import head_importance
-from .report import write_report
-from .statistics import AttentionStatistics
-from .words import INTERROGATIVE_WORDS
+from hf_entmax.analysis.collecting.collect import AnalysisError, collect
+from hf_entmax.analysis.collecting.examples import collect_examples
+from hf_entmax.analysis.collecting.importance import head_importance
+from hf_entmax.analysis.reading.alignments import AlignedPair, read_alignments
+from hf_entmax.analysis.reading.conllu import DependencySentence, read_conllu
+from hf_entmax.analysis.reading.data import TextRecord, read_data
+from hf_entmax.analysis.reading.encode import Encoder
+from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS
+from hf_entmax.analysis.report import write_report
+from hf_entmax.analysis.statistics.result import AttentionStatistics
+from hf_entmax.batches.prepare import check_vocabulary, vocabulary_size
 
 #: Task -> the Auto class that loads it.
 TASKS = {

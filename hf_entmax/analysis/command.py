@@ -64,7 +64,7 @@ def analyze_command(
     title: Annotated[str | None, typer.Option(help="Heading of the report.")] = None,
 ) -> None:
     """Say what every attention head does: statistics, roles, figures and one report to open in a browser."""
-    from .analyze import analyze
+    from hf_entmax.analysis.analyze import analyze
 
     errors = Console(stderr=True)
     result = analyze(
@@ -94,7 +94,7 @@ def analyze_command(
     )
     if result.report is None:  # not the main process
         return
-    from .summary import summarize
+    from hf_entmax.analysis.report.findings import summarize
 
     console = Console()
     for statistics in result.statistics:
@@ -110,8 +110,8 @@ def analyze_command(
 
 
 def _site_table(statistics) -> Table:
-    from .summary import percent
-    from .tables import site_rows
+    from hf_entmax.analysis.report.findings import percent
+    from hf_entmax.analysis.report.tables import site_rows
 
     table = Table(title=f"{statistics.name}: {statistics.num_sentences:,} sentences")
     for name in ("site", "layers", "heads", "density", "keys per query", "JS (log heads)", "mean alpha"):

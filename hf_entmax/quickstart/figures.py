@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_entmax.analysis import AttentionStatistics, plots
-from hf_entmax.analysis.examples import collect_examples
+from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.generation import HypothesisTree
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_entmax
 from hf_entmax.analysis import AttentionStatistics, collect
-from hf_entmax.analysis.examples import collect_examples
+from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.report import write_report
 from hf_entmax.generation import HypothesisTree, beam_search, hypothesis_tree
 from hf_entmax.quickstart import tables

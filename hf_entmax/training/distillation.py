@@ -155,7 +155,7 @@ def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Re
     Returns:
         Name of the module -> bool ``[B, T_q, T_k]``. Modules of one site and shape share one tensor.
     """
-    from hf_entmax.analysis.batches import prepare_batch  # loaded where it is used, as in the callbacks
+    from hf_entmax.batches.prepare import prepare_batch  # loaded where it is used, as in the callbacks
 
     info = prepare_batch(model, batch)
     shared: dict[tuple[str, torch.Size], Tensor] = {}

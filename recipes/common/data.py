@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_entmax.analysis.textfiles import numbered_lines
+from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 HUB = "hub:"
 

@@ -406,7 +406,7 @@ TWO_PROCESSES = """
     from accelerate import Accelerator
     import test_collect as t, tiny_tokenizers
     from hf_entmax.analysis import collect
-    from hf_entmax.analysis.importance import head_importance
+    from hf_entmax.analysis.collecting.importance import head_importance
     accelerator = Accelerator(cpu=True)
     model = t.t5(True)
     pairs = t.sentences(11)
@@ -430,7 +430,7 @@ def test_two_processes_agree_with_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613", str(script)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
-    from hf_entmax.analysis.importance import head_importance
+    from hf_entmax.analysis.collecting.importance import head_importance
 
     model, pairs = t5(True), sentences(11)
     tokenizer = plain_tokenizer()

@@ -7,7 +7,7 @@ import test_collect as shared
 import torch
 
 from hf_entmax import patch_model
-from hf_entmax.analysis.importance import gate_heads, head_importance
+from hf_entmax.analysis.collecting.importance import gate_heads, head_importance
 from hf_entmax.integration.discovery import attention_sites
 
 

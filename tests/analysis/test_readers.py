@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_entmax.analysis.alignments import read_alignments
-from hf_entmax.analysis.conllu import read_conllu
-from hf_entmax.analysis.data import TextRecord, read_data
-from hf_entmax.analysis.trajectory import read_trajectory
+from hf_entmax.analysis.reading.alignments import read_alignments
+from hf_entmax.analysis.reading.conllu import read_conllu
+from hf_entmax.analysis.reading.data import TextRecord, read_data
+from hf_entmax.analysis.reading.trajectory import read_trajectory
 
 DATA = Path(os.environ.get("HF_ENTMAX_DATA", "/nonexistent"))
 needs_data = pytest.mark.skipif(

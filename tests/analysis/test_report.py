@@ -14,10 +14,10 @@ import test_collect as shared
 import torch
 
 from hf_entmax.analysis import AttentionStatistics, collect, write_report
-from hf_entmax.analysis.examples import Example, SiteExample, Token, collect_examples
-from hf_entmax.analysis.importance import head_importance
+from hf_entmax.analysis.collecting.examples import Example, SiteExample, Token, collect_examples
+from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.analysis.report.payload import pack_examples, pack_weights
-from hf_entmax.analysis.site_statistics import LayerInfo, SiteStatistics
+from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 
 
 def unpack(packed) -> np.ndarray:

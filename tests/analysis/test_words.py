@@ -6,7 +6,7 @@ import pytest
 import tiny_tokenizers
 import torch
 
-from hf_entmax.analysis.words import own_word_ids, question_masks, token_table, word_ids
+from hf_entmax.analysis.reading.words import own_word_ids, question_masks, token_table, word_ids
 
 KINDS = {
     "metaspace": tiny_tokenizers.metaspace,

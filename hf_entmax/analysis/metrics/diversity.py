@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from .forms import HeadWeights, keep_pairs
-from .masks import possible_pairs, result_dtype
-from .sparsity import entropy_sums, num_queries
+from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs, result_dtype
+from hf_entmax.analysis.metrics.sparsity import entropy_sums, num_queries
+from hf_entmax.batches.pairs import possible_pairs
 
 
 def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) -> Tensor:

@@ -246,3 +246,13 @@ def word_indicator(word_ids: Tensor, num_words: int, dtype: torch.dtype = torch.
     """
     words = torch.arange(num_words, device=word_ids.device)
     return (word_ids.unsqueeze(-1) == words).to(dtype)
+
+
+def result_dtype(weights: Tensor) -> torch.dtype:
+    """Statistics of half-precision weights come back in float32, all others in the dtype of the weights."""
+    return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype
+
+
+def ratio(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divides float64 sums; where nothing was counted the result is NaN."""
+    return (numerator / denominator).to(dtype)

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .masks import as_mask, check_weights, ratio, result_dtype
-from .words import check_word_ids, word_attention
+from hf_entmax.analysis.metrics.forms import ratio, result_dtype
+from hf_entmax.analysis.metrics.words import check_word_ids, word_attention
+from hf_entmax.batches.pairs import as_mask, check_weights
 
 AlignmentMethod = Literal["argmax", "threshold", "support"]
 ALIGNMENT_METHODS: tuple[AlignmentMethod, ...] = ("argmax", "threshold", "support")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .forms import keep_pairs
-from .masks import possible_pairs, ratio, result_dtype
+from hf_entmax.analysis.metrics.forms import keep_pairs, ratio, result_dtype
+from hf_entmax.batches.pairs import possible_pairs
 
 
 def argmax_counts(argmax: Tensor, pairs: Tensor, offset: int) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .forms import HeadWeights, keep_pairs
-from .masks import possible_pairs, ratio, result_dtype
+from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs, ratio, result_dtype
+from hf_entmax.batches.pairs import possible_pairs
 
 
 def support_counts(weights: HeadWeights, threshold: float = 0.0) -> Tensor:

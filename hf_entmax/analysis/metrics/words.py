@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .forms import DenseWeights, HeadWeights, word_indicator
-from .masks import as_mask, check_weights, possible_pairs, query_mask_or_default, ratio, result_dtype
+from hf_entmax.analysis.metrics.forms import DenseWeights, HeadWeights, ratio, result_dtype, word_indicator
+from hf_entmax.batches.pairs import as_mask, check_weights, possible_pairs, query_mask_or_default
 
 
 def check_word_ids(word_ids: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:

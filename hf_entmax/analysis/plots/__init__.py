@@ -3,11 +3,18 @@
 matplotlib is imported when a figure is drawn: ``pip install hf_entmax[figures]``.
 """
 
-from .alphas import alpha_against_density, alpha_histograms, alpha_trajectories
-from .curves import entmax_curves
-from .densities import density_by_site, density_histograms, head_diversity, sorted_density
-from .grids import alpha_per_head
-from .heads import attention_map, attention_maps, distance_profile, head_importance, head_roles, positional_heads
+from hf_entmax.analysis.plots.alphas import alpha_against_density, alpha_histograms, alpha_trajectories
+from hf_entmax.analysis.plots.curves import entmax_curves
+from hf_entmax.analysis.plots.densities import density_by_site, density_histograms, head_diversity, sorted_density
+from hf_entmax.analysis.plots.grids import alpha_per_head
+from hf_entmax.analysis.plots.heads import (
+    attention_map,
+    attention_maps,
+    distance_profile,
+    head_importance,
+    head_roles,
+    positional_heads,
+)
 
 __all__ = [
     "alpha_against_density",

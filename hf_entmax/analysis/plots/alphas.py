@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..trajectory import Trajectory, read_trajectory
-from .style import (
+from hf_entmax.analysis.plots.style import (
     LINE_STYLES,
     MARKERS,
     PALETTE,
@@ -23,6 +22,7 @@ from .style import (
     per_site,
     site_title,
 )
+from hf_entmax.analysis.reading.trajectory import Trajectory, read_trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_entmax.analysis.plots.style import LINE_STYLES, PALETTE, house_style, new_figure
 from hf_entmax.ops import entmax
-
-from .style import LINE_STYLES, PALETTE, house_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

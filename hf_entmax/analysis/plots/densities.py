@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .style import (
+from hf_entmax.analysis.plots.style import (
     HATCHES,
     LINE_STYLES,
     MARKERS,

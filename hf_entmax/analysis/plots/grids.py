@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .style import finite, house_style, new_figure, per_site, site_title, whole_numbers
+from hf_entmax.analysis.plots.style import finite, house_style, new_figure, per_site, site_title, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

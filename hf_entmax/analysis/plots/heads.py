@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..metrics.position import positional_census
-from ..roles import ROLE_NAMES
-from .grids import head_grid
-from .style import (
+from hf_entmax.analysis.metrics.position import positional_census
+from hf_entmax.analysis.metrics.roles import ROLE_NAMES
+from hf_entmax.analysis.plots.grids import head_grid
+from hf_entmax.analysis.plots.style import (
     LINE_STYLES,
     MARKERS,
     PALETTE,

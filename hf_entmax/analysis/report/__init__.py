@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..statistics import AttentionStatistics
-from ..tables import write_tables
-from .html import render
+from hf_entmax.analysis.report.html import render
+from hf_entmax.analysis.report.tables import write_tables
+from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 __all__ = ["write_report"]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from ..plots.style import INK
-from ..statistics import AttentionStatistics
-from .payload import build_payload
+from hf_entmax.analysis.plots.style import INK
+from hf_entmax.analysis.report.payload import build_payload
+from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 
 def render(
@@ -65,7 +65,7 @@ def render(
 
 def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, str]]:
     """Yields ``(identifier, caption, SVG)`` of every figure that has something to show."""
-    from .. import plots
+    from hf_entmax.analysis import plots
 
     main, several = models[0], len(models) > 1
     everyone: Any = list(models) if several else main
@@ -137,8 +137,8 @@ def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
                     and role.strength > best.get(role.role, (0.0,))[0]
                 ):
                     best[role.role] = (role.strength, site, layer, head)
-    from ..roles import ROLE_NAMES
-    from ..summary import head_name
+    from hf_entmax.analysis.metrics.roles import ROLE_NAMES
+    from hf_entmax.analysis.report.findings import head_name
 
     maps = []
     for role, (_, site, layer, head) in sorted(best.items(), key=lambda item: -item[1][0])[:limit]:
@@ -157,7 +157,7 @@ def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
 
 def to_svg(figure: Any) -> str:
     """Turns a matplotlib figure into SVG that follows the text colour of the page and needs no XML header."""
-    from ..plots.style import house_style
+    from hf_entmax.analysis.plots.style import house_style
 
     stream = io.StringIO()
     # "svg.fonttype" is read when the figure is saved: text stays text, in the fonts of the page.

@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..examples import Example, Token
-from ..plots.style import SITE_COLOURS, SITE_NAMES
-from ..roles import CROSS_ROLE_NAMES, ROLE_NAMES
-from ..statistics import AttentionStatistics
-from ..summary import Finding, compare, head_name, summarize
-from ..tables import census_rows, head_rows, layer_rows, number, relation_rows, sentence_rows, site_rows
+from hf_entmax.analysis.collecting.examples import Example, Token
+from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES
+from hf_entmax.analysis.plots.style import SITE_COLOURS, SITE_NAMES
+from hf_entmax.analysis.report.findings import Finding, compare, head_name, summarize
+from hf_entmax.analysis.report.tables import (
+    census_rows,
+    head_rows,
+    layer_rows,
+    number,
+    relation_rows,
+    sentence_rows,
+    site_rows,
+)
+from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 #: Digits kept of every number in the page; the files beside it have all of them.
 _DIGITS = 5

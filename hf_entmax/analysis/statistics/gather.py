@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .site_statistics import LayerInfo
-from .statistics import AttentionStatistics
+from hf_entmax.analysis.statistics.result import AttentionStatistics
+from hf_entmax.analysis.statistics.site import LayerInfo
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

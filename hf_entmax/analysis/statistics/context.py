@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batches import BatchInfo
-from .metrics.forms import HeadWeights
-from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, chance_sums, text_targets
-from .words import TokenTable, question_masks, word_ids
+from hf_entmax.analysis.metrics.forms import HeadWeights
+from hf_entmax.analysis.metrics.roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, chance_sums, text_targets
+from hf_entmax.analysis.reading.words import TokenTable, question_masks, word_ids
+from hf_entmax.batches.prepare import BatchInfo
 
 #: Query conventions of alignment: the step that predicts a target word, and the step that has just read it.
 ALIGNMENT_STEPS = ("output", "input")
@@ -170,7 +170,7 @@ def _text_roles(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> RoleTargets:
-    from .roles import TEXT_ROLES
+    from hf_entmax.analysis.metrics.roles import TEXT_ROLES
 
     cross = context.site == "cross"
     key_ids = info.input_ids if cross else ids

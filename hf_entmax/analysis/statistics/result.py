@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sentences import SentenceExtremes
-from .site_statistics import LayerInfo, SiteStatistics
+from hf_entmax.analysis.statistics.sentences import SentenceExtremes
+from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 
 #: Order in which sites are reported.
 SITES = ("encoder_self", "cross", "decoder_self")

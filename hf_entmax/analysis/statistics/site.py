@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .accumulate import CONFIDENCE_BINS, DENSITY_BINS, DIRECTIONS, OFFSETS
-from .context import ALIGNMENT_STEPS
-from .metrics.diversity import normalize_divergence
-from .metrics.gold import ALIGNMENT_METHODS, error_rate
-from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES, HeadRole, best_role, strength
+from hf_entmax.analysis.metrics.diversity import normalize_divergence
+from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, error_rate
+from hf_entmax.analysis.metrics.roles import (
+    ALIGNMENT_ROLES,
+    DEPENDENCY_ROLES,
+    TEXT_ROLES,
+    HeadRole,
+    best_role,
+    strength,
+)
+from hf_entmax.analysis.statistics.accumulate import CONFIDENCE_BINS, DENSITY_BINS, DIRECTIONS, OFFSETS
+from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS
 
 
 @dataclass(frozen=True)

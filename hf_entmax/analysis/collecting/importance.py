@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import IMPLEMENTATION
 from hf_entmax.integration.observe import observe_attention
-
-from .batches import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

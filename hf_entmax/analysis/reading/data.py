@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .textfiles import numbered_lines
+from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 _SOURCE_NAMES = ("source", "src", "text", "sentence", "input", "document", "question", "premise", "content", "lemma")
 _TARGET_NAMES = ("target", "tgt", "output", "summary", "translation", "answer", "form")

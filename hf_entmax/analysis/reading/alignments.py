@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .textfiles import numbered_lines
+from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .alignments import AlignedPair
-from .batches import is_encoder_decoder, maximum_length, pad_token_id
-from .conllu import UNIVERSAL_RELATIONS, DependencySentence
-from .data import TextRecord
-from .words import TokenTable, own_word_ids, token_table
+from hf_entmax.analysis.reading.alignments import AlignedPair
+from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS, DependencySentence
+from hf_entmax.analysis.reading.data import TextRecord
+from hf_entmax.analysis.reading.words import TokenTable, own_word_ids, token_table
+from hf_entmax.batches.prepare import is_encoder_decoder, maximum_length, pad_token_id
 
 Batch = dict[str, Tensor]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .metrics.position import positional_census
-from .sentences import LENGTH_CLASSES
-from .site_statistics import SiteStatistics
-from .statistics import AttentionStatistics
+from hf_entmax.analysis.metrics.position import positional_census
+from hf_entmax.analysis.statistics.result import AttentionStatistics
+from hf_entmax.analysis.statistics.sentences import LENGTH_CLASSES
+from hf_entmax.analysis.statistics.site import SiteStatistics
 
 Row = dict[str, Any]
 

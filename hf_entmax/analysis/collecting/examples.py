@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.reading.words import TokenTable, token_table, word_ids
+from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite
 from hf_entmax.integration.observe import observe_attention
-
-from .batches import evaluation_mode, prepare_batch
-from .words import TokenTable, token_table, word_ids
 
 _FEWEST_TOKENS = 7
 

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS
+from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS, TokenTable, token_table
+from hf_entmax.analysis.statistics.accumulate import GROUPS, SiteSums, SumOptions
+from hf_entmax.analysis.statistics.context import SiteContext, build_context
+from hf_entmax.analysis.statistics.gather import gather_collection
+from hf_entmax.analysis.statistics.result import SITES, AttentionStatistics, describe_device
+from hf_entmax.analysis.statistics.sentences import SentenceExtremes
+from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
+from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.integration.observe import observe_attention
 from hf_entmax.ops.sparse_rows import SparseRows
-
-from .accumulate import GROUPS, SiteSums, SumOptions
-from .batches import BatchInfo, evaluation_mode, prepare_batch
-from .conllu import UNIVERSAL_RELATIONS
-from .context import SiteContext, build_context
-from .gather import gather_collection
-from .sentences import SentenceExtremes
-from .site_statistics import LayerInfo, SiteStatistics
-from .statistics import SITES, AttentionStatistics, describe_device
-from .words import INTERROGATIVE_WORDS, TokenTable, token_table
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .metrics.position import positional_census
-from .roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
-from .statistics import AttentionStatistics
+from hf_entmax.analysis.metrics.position import positional_census
+from hf_entmax.analysis.metrics.roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
+from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 HeadName = tuple[str, int, int]
 _SITE_PHRASES = {

@@ -1,4 +1,4 @@
-"""Which (query, key) pairs of a batch of attention weights count, and the checks every statistic shares."""
+"""Which (query, key) pairs of a batch of attention weights count."""
 
 from __future__ import annotations
 
@@ -82,13 +82,3 @@ def possible_pairs(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None 
     if causal:
         pairs = pairs.tril(diagonal=num_keys - num_queries)
     return pairs
-
-
-def result_dtype(weights: Tensor) -> torch.dtype:
-    """Statistics of half-precision weights come back in float32, all others in the dtype of the weights."""
-    return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype
-
-
-def ratio(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divides float64 sums; where nothing was counted the result is NaN."""
-    return (numerator / denominator).to(dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .textfiles import numbered_lines
+from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 #: The 37 universal relations; a subtype (``nsubj:pass``) counts as its relation.
 UNIVERSAL_RELATIONS = (

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.metrics.diversity import divergence_sums
+from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs
+from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
+from hf_entmax.analysis.metrics.position import argmax_counts, fold_distances
+from hf_entmax.analysis.metrics.roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES
+from hf_entmax.analysis.metrics.sparsity import entropy_sums, support_counts
+from hf_entmax.analysis.metrics.words import mean_between_words, merging_sums
+from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS, RoleTargets, SiteContext
 from hf_entmax.ops.sparse_rows import SparseRows
-
-from .context import ALIGNMENT_STEPS, RoleTargets, SiteContext
-from .metrics.diversity import divergence_sums
-from .metrics.forms import HeadWeights, keep_pairs
-from .metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
-from .metrics.position import argmax_counts, fold_distances
-from .metrics.sparsity import entropy_sums, support_counts
-from .metrics.words import mean_between_words, merging_sums
-from .roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES
 
 GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
 OFFSETS = (-1, 0, 1)

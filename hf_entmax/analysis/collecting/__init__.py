@@ -1,0 +1,1 @@
+"""Collecting: models run over data, observed, and measured."""

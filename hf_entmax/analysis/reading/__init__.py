@@ -1,0 +1,1 @@
+"""Reading data: texts, treebanks, word alignments, training logs; and sentences as batches."""
