@@ -68,7 +68,15 @@ __all__ = [
     "unpatch_model",
 ]
 
-_registration.register()
+_registration.register(
+    {
+        "transformers.configuration_utils": "hf_entmax.integration.config_hook",
+        "transformers.modeling_utils": "hf_entmax.integration.hooks",
+        "transformers.generation.utils": "hf_entmax.generation.generate_hook",
+        "transformers.trainer": "hf_entmax.integration.trainer_hook",
+        "peft.peft_model": "hf_entmax.integration.peft_hook",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,25 +8,25 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-#: Module of Transformers (or PEFT) -> module of hf_entmax whose ``install()`` must run once the former is loaded.
-_INSTALLERS = {
-    "transformers.configuration_utils": "hf_entmax.integration.config_hook",
-    "transformers.modeling_utils": "hf_entmax.integration.hooks",
-    "transformers.generation.utils": "hf_entmax.generation.generate_hook",
-    "transformers.trainer": "hf_entmax.integration.trainer_hook",
-    "peft.peft_model": "hf_entmax.integration.peft_hook",
-}
+#: Module of Transformers (or PEFT) -> module of hf_entmax whose ``install()`` must run once the former is loaded. The
+#: package's ``__init__`` fills it, so that nothing below it names a higher floor.
+_installers: dict[str, str] = {}
 #: What patching and loading cannot do without; the hooks of the trainer and of PEFT wait until these are imported.
 _NEEDED = ("transformers.configuration_utils", "transformers.modeling_utils", "transformers.generation.utils")
 _failures: dict[str, ImportError] = {}
 
 
-def register() -> None:
-    """Install the hooks now for what is loaded already, and on loading for what is not."""
+def register(installers: Mapping[str, str]) -> None:
+    """Install hooks now for what is loaded already, and on loading for what is not.
+
+    Args:
+        installers: module to wait for -> module whose ``install()`` then runs.
+    """
+    _installers.update(installers)
     waiting = []
-    for module in _INSTALLERS:
+    for module in _installers:
         if module in sys.modules:
             _install(module)
         else:
@@ -58,7 +58,7 @@ def ensure() -> None:
 
 def _install(module: str) -> None:
     try:
-        importlib.import_module(_INSTALLERS[module]).install()
+        importlib.import_module(_installers[module]).install()
     except ImportError as error:
         # Importing Transformers must not fail because hf_entmax cannot hook it: what needs the hooks raises instead.
         # A patched checkpoint still cannot load silently, its attention implementation stays unknown.
@@ -73,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _INSTALLERS:
+        if fullname not in _installers:
             return None
         for finder in sys.meta_path:
             if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):

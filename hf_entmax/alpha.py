@@ -1,4 +1,4 @@
-"""The learnable numbers of the heads of one attention module: alpha, or the options of another mapping."""
+"""Alpha of the heads of one attention module: learned, fixed or tied; or the options of another mapping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class BoundedHeads(nn.Module):
+class LearnedAlpha(nn.Module):
     r"""One bounded number per head, ``value = lo + (hi - lo) * sigmoid(a)``.
 
     For alpha and the range (1, 2) this is ``alpha = 1 + sigmoid(a)``, Correia et al. 2019, eq. 10. The number is
@@ -69,7 +69,7 @@ class BoundedHeads(nn.Module):
             share = (torch.as_tensor(values, dtype=torch.float64, device=self.a.device) - lo) / (hi - lo)
             self.a.copy_(torch.logit(share.clamp(tiny, 1 - tiny)).expand_as(self.a))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedHeads:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedAlpha:
         # `model.half()`, `model.to(torch.bfloat16)`: follow the device, keep the precision.
         def keep(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -85,7 +85,7 @@ class BoundedHeads(nn.Module):
         return f"{self.num_heads}, bounds={self.bounds}, init={self.init}{shared}"
 
 
-class FixedHeads(nn.Module):
+class FixedAlpha(nn.Module):
     """The same number for all heads, not learned; a Python float, so that kernels can choose their exact branch.
 
     Args:
@@ -111,8 +111,8 @@ class FixedHeads(nn.Module):
         return f"{self.num_heads}, value={self.value}"
 
 
-class TiedHeads(nn.Module):
-    """Heads that use the number of another attention module.
+class TiedAlpha(nn.Module):
+    """The alpha of another attention module, used by this one too.
 
     Args:
         num_heads: number of query heads, H.
@@ -120,13 +120,13 @@ class TiedHeads(nn.Module):
             parameter has one name in the checkpoint, that of its owner.
     """
 
-    def __init__(self, num_heads: int, owner: BoundedHeads) -> None:
+    def __init__(self, num_heads: int, owner: LearnedAlpha) -> None:
         super().__init__()
         self.num_heads = num_heads
         object.__setattr__(self, "_owner", (owner,))
 
     @property
-    def owner(self) -> BoundedHeads:
+    def owner(self) -> LearnedAlpha:
         """The module that holds the shared number."""
         return self._owner[0]  # type: ignore[index,return-value]
 
@@ -139,7 +139,7 @@ class TiedHeads(nn.Module):
         self.owner.set_(values)
 
 
-class MappingHeads(nn.Module):
+class MappingOptions(nn.Module):
     """The options of a mapping other than entmax, one per head where they are learned.
 
     Args:
@@ -155,6 +155,3 @@ class MappingHeads(nn.Module):
     def forward(self) -> dict[str, Tensor | float]:
         """Option name -> value."""
         return {name: module() for name, module in self.options.items()}
-
-
-Heads = BoundedHeads | FixedHeads | TiedHeads | MappingHeads

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hf_entmax._version import __version__
 
 SCHEMA_VERSION = 1
-SITES = ("encoder_self", "cross", "decoder_self")
-TIES = ("none", "layer", "site", "model")
-BACKENDS = ("auto", "torch", "numba", "triton")
-ALPHA_DTYPES = ("float32", "auto")
+Site = Literal["encoder_self", "cross", "decoder_self"]
+Tie = Literal["none", "layer", "site", "model"]
+Backend = Literal["auto", "torch", "numba", "triton"]
+AlphaDtype = Literal["float32", "auto"]
+SITES: tuple[Site, ...] = get_args(Site)
+TIES: tuple[Tie, ...] = get_args(Tie)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+ALPHA_DTYPES: tuple[AlphaDtype, ...] = get_args(AlphaDtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +54,19 @@ class EntmaxConfig:
         TypeError: if a value is of the wrong type.
     """
 
-    alpha: str | float = "learned"
-    alpha_init: str | float = 1.1
+    alpha: Literal["learned"] | float = "learned"
+    alpha_init: Literal["normal"] | float = 1.1
     alpha_range: tuple[float, float] = (1.0, 2.0)
-    tie: str = "none"
-    sites: tuple[str, ...] | None = None
+    tie: Tie = "none"
+    sites: tuple[Site, ...] | None = None
     layers: tuple[int, ...] | None = None
     exclude: tuple[str, ...] = ()
     output_alpha: float | None = None
     output_mapping: str | None = None
-    backend: str = "auto"
+    backend: Backend = "auto"
     mapping: str = "entmax"
     mapping_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    alpha_dtype: str = "float32"
+    alpha_dtype: AlphaDtype = "float32"
 
     def __post_init__(self) -> None:
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - the class is frozen

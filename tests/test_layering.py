@@ -1,6 +1,7 @@
 """The floors of the house: a file imports only from lower floors."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,24 @@ def _part(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+#: A string that is the dotted name of one of our modules: what ``importlib.import_module`` and tables of it are given.
+MODULE_NAME = re.compile(r"hf_entmax(\.[A-Za-z_]\w*)+")
+
+
 def _imports(path: Path):
-    """(line, dotted module) of every import of hf_entmax, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """(line, dotted module) of every import of hf_entmax, wherever it stands, by statement or by name in a string."""
+    yield from _imports_of(path.read_text(encoding="utf-8"))
+
+
+def _imports_of(source: str):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+            yield node.lineno, node.value
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            # f"hf_entmax.analysis.{name}": what stands before the first hole says the part.
+            start = str(node.values[0].value).rpartition(".")[0]
+            if MODULE_NAME.fullmatch(start):
+                yield node.lineno, start
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "hf_entmax")
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "hf_entmax":
@@ -82,6 +98,16 @@ def test_rooms_of_the_analysis_go_down(path):
             continue
         target = parts[2] if len(parts) > 2 and parts[2] in ANALYSIS else "__init__"
         assert target == own or ANALYSIS[target] < ANALYSIS[own], f"{path.name}:{line} in {own} imports {module}"
+
+
+def test_imports_by_name_are_seen():
+    source = """
+TABLE = {"transformers.generation.utils": "hf_entmax.generation.generate_hook"}
+def load(name):
+    return importlib.import_module(f"hf_entmax.analysis.{name}")
+"""
+    assert [module for _, module in _imports_of(source)] == ["hf_entmax.generation.generate_hook", "hf_entmax.analysis"]
+    assert "hf_entmax.ops.numba_cpu" in [module for _, module in _imports(PACKAGE / "ops/backends.py")]
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha")], ids=str)

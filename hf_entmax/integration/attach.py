@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_entmax.alpha import BoundedHeads, FixedHeads, TiedHeads
+from hf_entmax.alpha import FixedAlpha, LearnedAlpha, TiedAlpha
 from hf_entmax.config import EntmaxConfig
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD, LEFT_ALONE
@@ -71,9 +71,9 @@ def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
         heads: nn.Module = mapping_heads(num_heads, config)
     elif config.alpha == "learned":
         shared = config.tie != "none"
-        heads = BoundedHeads(num_heads, config.alpha_init, config.alpha_range, shared=shared, keep_float32=keep)
+        heads = LearnedAlpha(num_heads, config.alpha_init, config.alpha_range, shared=shared, keep_float32=keep)
     else:
-        heads = FixedHeads(num_heads, float(config.alpha))
+        heads = FixedAlpha(num_heads, float(config.alpha))
     heads.backend = config.backend  # type: ignore[assignment]
     return heads
 
@@ -126,18 +126,18 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
     """Let all modules of a site (or of the model) use the number of the first one."""
     if config.mapping != "entmax" or config.alpha != "learned" or config.tie not in ("site", "model"):
         return
-    owners: dict[str, BoundedHeads] = {}
+    owners: dict[str, LearnedAlpha] = {}
     for site in sites:
         group = site.site if config.tie == "site" else "model"
         heads = heads_of(site)
         if group not in owners:
-            if isinstance(heads, TiedHeads):  # its former owner lies in another sub-model
+            if isinstance(heads, TiedAlpha):  # its former owner lies in another sub-model
                 heads = new_heads(site.num_heads, config)
                 _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
                 site.module.add_module(CHILD, heads)
             owners[group] = heads  # type: ignore[assignment]
             continue
-        tied = TiedHeads(site.num_heads, owners[group])
+        tied = TiedAlpha(site.num_heads, owners[group])
         tied.backend = config.backend  # type: ignore[assignment]
         site.module.add_module(CHILD, tied)
 
@@ -157,15 +157,3 @@ def _named(name: str, given: str, prefix: str) -> bool:
     if prefix:
         name, given = name.removeprefix(prefix + "."), given.removeprefix(prefix + ".")
     return name == given or name.endswith("." + given)
-
-
-def learned_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters of everything that hf_entmax added to a model."""
-    return [(name, p) for name, p in model.named_parameters() if f".{CHILD}." in f".{name}"]
-
-
-def reset(model: nn.Module) -> None:
-    """Draw or set the start of every learned number that has real storage."""
-    for module in model.modules():
-        if isinstance(module, BoundedHeads) and module.a.device.type != "meta":
-            module.reset_parameters()

@@ -1,4 +1,4 @@
-"""What is known about model families, as data: who is refused and why, and whose small print is worth telling.
+"""What is known about model families, as data: who is refused and why.
 
 A family that is not named here is judged by its code alone (see ``discovery``): most need no entry.
 """
@@ -36,11 +36,6 @@ REFUSED: dict[str, str] = {
     "wavlm": "its gated relative attention computes its own softmax",
     "xglm": "its attention computes its own softmax",
     "xlnet": "its two-stream attention computes its own softmax",
-}
-
-#: ``config.model_type`` -> what a user should know of a family that can be patched.
-NOTES: dict[str, str] = {
-    "albert": "ALBERT shares one attention module among its layers: alpha is learned per head, not per layer.",
 }
 
 #: Classes that hold a small softmax of their own which is no attention between tokens of a text; they stay as they are.

@@ -7,7 +7,6 @@ configuration carries ``entmax_config``.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_entmax.alpha import BoundedHeads
+from hf_entmax.alpha import LearnedAlpha
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
 from hf_entmax.integration.masks import entmax_mask
@@ -62,7 +61,7 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
-        if not isinstance(module, BoundedHeads):
+        if not isinstance(module, LearnedAlpha):
             return original(self, module, is_custom_code)
         if not getattr(module, "_is_hf_initialized", False) and not getattr(module.a, "_is_hf_initialized", False):
             module.reset_parameters()
@@ -156,8 +155,3 @@ def _attention_is_new(model: nn.Module, key: str, missing: set[str]) -> bool:
         if not _is_ours(name)
     ]
     return bool(own) and all(name in missing for name in own)
-
-
-def signature_of(owner: type, name: str) -> list[str]:
-    """Parameter names of a method, for error messages and tests."""
-    return list(inspect.signature(getattr(owner, name)).parameters)

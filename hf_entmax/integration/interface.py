@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from hf_entmax.alpha import MappingHeads
+from hf_entmax.alpha import MappingOptions
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.ops.attention import entmax_attention
@@ -132,7 +132,7 @@ def _attend(
         heads, "original_module", heads
     )  # PEFT may have wrapped it; calling the wrapper gives the trained copy
     backend = getattr(kind, "backend", "auto")
-    if isinstance(kind, MappingHeads):
+    if isinstance(kind, MappingOptions):
         from hf_entmax.integration.mappings import mapped_attention
 
         return mapped_attention(kind.mapping, numbers, backend, query, key, value, options)

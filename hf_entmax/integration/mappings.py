@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_entmax.alpha import BoundedHeads, FixedHeads, MappingHeads
+from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions
 from hf_entmax.config import EntmaxConfig
 from hf_entmax.ops.attention import entmax_attention
 from hf_entmax.ops.controllable import as_sparsemax_attention, attention_mapping
@@ -16,7 +16,7 @@ from hf_entmax.ops.sparse_rows import SparseRows
 _SPARSEMAX = 2.0
 
 
-def mapping_heads(num_heads: int, config: EntmaxConfig) -> MappingHeads:
+def mapping_heads(num_heads: int, config: EntmaxConfig) -> MappingOptions:
     """The options of a mapping as modules, one number per head where an option is learned.
 
     Raises:
@@ -26,11 +26,11 @@ def mapping_heads(num_heads: int, config: EntmaxConfig) -> MappingHeads:
     options: dict[str, nn.Module] = {}
     for name, setting in attention_mapping(config.mapping).settings(config.mapping_options).items():
         if setting.bounds is None:
-            options[name] = FixedHeads(num_heads, setting.value)
+            options[name] = FixedAlpha(num_heads, setting.value)
         else:
             shared = config.tie == "layer"
-            options[name] = BoundedHeads(num_heads, setting.value, setting.bounds, shared=shared, keep_float32=keep)
-    return MappingHeads(config.mapping, options)
+            options[name] = LearnedAlpha(num_heads, setting.value, setting.bounds, shared=shared, keep_float32=keep)
+    return MappingOptions(config.mapping, options)
 
 
 def mapped_attention(

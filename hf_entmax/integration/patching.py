@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_entmax.alpha import BoundedHeads, FixedHeads, MappingHeads, TiedHeads
+from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig, config_from
 from hf_entmax.integration import attach as attaching
 from hf_entmax.integration.config_hook import CONFIG_KEY
@@ -174,10 +174,10 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
             )
         update_config(model, alpha=float(values))
         for module in model.modules():
-            if isinstance(module, FixedHeads):
+            if isinstance(module, FixedAlpha):
                 module.set_(float(values))
         return
-    sites = [s for s in attention_sites(model) if isinstance(attaching.heads_of(s), (BoundedHeads, TiedHeads))]
+    sites = [s for s in attention_sites(model) if isinstance(attaching.heads_of(s), (LearnedAlpha, TiedAlpha))]
     present = sorted({s.site for s in sites})
     if not isinstance(values, Mapping):
         values = dict.fromkeys(present, values)
@@ -201,9 +201,9 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
         planned += [(s, tensor if not tensor.ndim else tensor[s.layer, : s.num_heads]) for s in own]
     for site, row in planned:
         heads = attaching.heads_of(site)
-        if isinstance(heads, BoundedHeads) and heads.a.numel() == 1 and row.ndim:
+        if isinstance(heads, LearnedAlpha) and heads.a.numel() == 1 and row.ndim:
             row = row.mean()
-        if isinstance(heads, BoundedHeads):
+        if isinstance(heads, LearnedAlpha):
             heads.set_(row)
 
 
@@ -218,7 +218,7 @@ def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
     table: dict[str, dict[str, list[Tensor]]] = {}
     for site in attention_sites(model):
         heads = attaching.heads_of(site)
-        if isinstance(heads, MappingHeads):
+        if isinstance(heads, MappingOptions):
             for name, value in heads().items():
                 row = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(site.num_heads)
                 table.setdefault(name, {}).setdefault(site.site, []).append(row)
@@ -256,7 +256,7 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
     ]
     try:
         for site, _ in held:
-            site.module._modules[CHILD] = FixedHeads(site.num_heads, 1.0)
+            site.module._modules[CHILD] = FixedAlpha(site.num_heads, 1.0)
         yield
     finally:
         for site, heads in held:

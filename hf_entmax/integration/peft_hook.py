@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.interface import CHILD
 from hf_entmax.integration.output_loss import output_losses
 
 _STATE_KEY = "entmax_state"
@@ -144,13 +145,13 @@ def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
     """The base's own learned numbers by plain name, whatever PEFT wrapped them in."""
     numbers = {}
     for name, parameter in base.named_parameters():
-        if ".entmax_norm." in name and ".modules_to_save." not in name:
+        if f".{CHILD}." in name and ".modules_to_save." not in name:
             numbers[name.replace(".original_module.", ".")] = parameter.detach().float().cpu()
     return numbers
 
 
 def _load_numbers(model: nn.Module, state: dict[str, list[float]]) -> None:
-    own = {name: parameter for name, parameter in model.named_parameters() if ".entmax_norm." in name}
+    own = {name: parameter for name, parameter in model.named_parameters() if f".{CHILD}." in name}
     if set(own) != set(state) or any(own[name].shape != (len(values),) for name, values in state.items()):
         raise ValueError(
             f"This adapter stores entmax parameters {sorted(state)[:3]}... that do not fit its base, which has {sorted(own)[:3]}...: "
