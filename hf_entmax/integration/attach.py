@@ -66,7 +66,7 @@ def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
     """The module of learned (or fixed) numbers that a configuration asks for."""
     keep = config.alpha_dtype == "float32"
     if config.mapping != "entmax":
-        from hf_entmax.integration.mappings import mapping_heads
+        from hf_entmax.integration.learned_options import mapping_heads
 
         heads: nn.Module = mapping_heads(num_heads, config)
     elif config.alpha == "learned":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +13,9 @@ from transformers.utils.output_capturing import _active_collector
 from hf_entmax.alpha import MappingOptions
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.masks import StructuredMask
-from hf_entmax.ops.attention import entmax_attention
+from hf_entmax.ops.attention import attend
+from hf_entmax.ops.controllable import mapped_attention
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.sparse_rows import SparseRows
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
@@ -90,27 +93,24 @@ def entmax_attention_forward(
     key_length = key.shape[-2]
     if attention_mask is not None and attention_mask.shape[-1] > key_length:
         attention_mask = attention_mask[..., :key_length]
-    options: dict[str, Any] = {
-        "attention_mask": attention_mask,
-        "key_padding_mask": None,
-        "position_bias": position_bias,
-        "is_causal": bool(is_causal) and attention_mask is None and query.shape[-2] > 1,
-        "sliding_window": sliding_window if attention_mask is None and is_causal else None,
-        "softcap": softcap,
-        "scaling": scaling,
-        "dropout": dropout,
-        "need_weights": _weights_wanted(module, kwargs),
-    }
+    options = AttentionOptions(
+        attention_mask=attention_mask,
+        position_bias=position_bias,
+        is_causal=bool(is_causal) and attention_mask is None and query.shape[-2] > 1,
+        sliding_window=sliding_window if attention_mask is None and is_causal else None,
+        softcap=softcap,
+        scaling=scaling,
+        dropout=dropout,
+        need_weights=_weights_wanted(module, kwargs),
+    )
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        options["attention_mask"] = _restrict(
-            options["attention_mask"], _same_sequence(query, key, cu_seq_lens_q, bounds_k)
-        )
+        options = options.restricted(_same_sequence(query, key, cu_seq_lens_q, bounds_k))
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
-        key, value = _append_sink(query, key, value, sink, options)
-    if isinstance(options["attention_mask"], StructuredMask):
-        _read_description(options["attention_mask"], query.shape[-2], key_length, options)
+        key, value, options = _append_sink(query, key, value, sink, options)
+    if isinstance(options.attention_mask, StructuredMask):
+        options = _read_description(options, query.shape[-2], key_length)
     out, weights = _attend(heads, query, key, value, options)
     if weights is not None and sink is not None:
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
@@ -122,21 +122,18 @@ def entmax_attention_forward(
 
 
 def _attend(
-    heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     if heads is None:
         # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
-        return entmax_attention(query, key, value, 1.0, backend="torch", **options)
+        return attend(query, key, value, 1.0, options, "torch")
     numbers = heads()
-    kind = getattr(
-        heads, "original_module", heads
-    )  # PEFT may have wrapped it; calling the wrapper gives the trained copy
+    # PEFT may have wrapped it; calling the wrapper gives the trained copy.
+    kind = getattr(heads, "original_module", heads)
     backend = getattr(kind, "backend", "auto")
     if isinstance(kind, MappingOptions):
-        from hf_entmax.integration.mappings import mapped_attention
-
-        return mapped_attention(kind.mapping, numbers, backend, query, key, value, options)
-    return entmax_attention(query, key, value, numbers, backend=backend, **options)
+        return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
+    return attend(query, key, value, numbers, options, backend)
 
 
 def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool | Literal["sparse"]:
@@ -154,25 +151,18 @@ def _returned(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return any(name.endswith("attentions") for name in recorded)
 
 
-def _read_description(mask: StructuredMask, length_q: int, length_k: int, options: dict[str, Any]) -> None:
-    """Hand over what a mask says instead of the mask; written out where it was made for other lengths."""
+def _read_description(options: AttentionOptions, length_q: int, length_k: int) -> AttentionOptions:
+    """Hand over what a `StructuredMask` says instead of it; written out where it was made for other lengths."""
+    mask: StructuredMask = options.attention_mask  # type: ignore[assignment]
     if tuple(mask.shape[-2:]) != (length_q, length_k):
-        options["attention_mask"] = mask.dense()
-        return
-    limits = mask.limits
-    options["attention_mask"] = None
-    options["key_padding_mask"] = mask.key_padding_mask
-    options["is_causal"] = limits.causal and length_q > 1
-    options["sliding_window"] = limits.window
-
-
-def _restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
-    """A mask that allows only what both allow."""
-    if mask is None:
-        return allowed
-    if mask.dtype == torch.bool:
-        return mask & allowed
-    return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+        return dataclasses.replace(options, attention_mask=mask.dense())
+    return dataclasses.replace(
+        options,
+        attention_mask=None,
+        key_padding_mask=mask.key_padding_mask,
+        is_causal=mask.limits.causal and length_q > 1,
+        sliding_window=mask.limits.window,
+    )
 
 
 def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
@@ -187,32 +177,31 @@ def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tenso
 
 
 def _append_sink(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, AttentionOptions]:
     """Write an attention sink as one more key of zeros with its score as position bias and a value of zeros."""
-    if options["softcap"] is not None:
+    if options.softcap is not None:
         raise ValueError(
             "Attention sinks together with softcap are not supported: the sink's score must not be capped."
         )
     length_q, length_k = query.shape[-2], key.shape[-2]
-    if options["is_causal"]:
-        # Causality would be aligned to the new last key: write it out before that key exists.
-        positions = torch.arange(length_k, device=query.device)
-        limits = torch.arange(length_q, device=query.device)[:, None] + (length_k - length_q)
-        allowed = positions <= limits
-        if options["sliding_window"] is not None:
-            allowed = allowed & (positions > limits - options["sliding_window"])
-        options["attention_mask"] = _restrict(options["attention_mask"], allowed[None, None])
-        options["is_causal"], options["sliding_window"] = False, None
-    mask, bias = options["attention_mask"], options["position_bias"]
+    mask, bias = options.attention_mask, options.position_bias
+    if options.is_causal or options.sliding_window is not None:
+        # They would be aligned to the new last key: write them out before that key exists.
+        limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
+        mask = options.restricted(limits.visible(length_q, length_k, query.device)[None, None]).attention_mask
     if mask is not None:
         open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
-        options["attention_mask"] = torch.cat(
-            [mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1
-        )
+        mask = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
     if bias is None:
         bias = query.new_zeros(1, 1, 1, 1)
     bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)
     score = sink.to(bias.dtype).view(1, -1, 1, 1).expand(bias.shape[0], -1, length_q, 1)
-    options["position_bias"] = torch.cat([bias, score], -1)
-    return nn.functional.pad(key, (0, 0, 0, 1)), nn.functional.pad(value, (0, 0, 0, 1))
+    options = dataclasses.replace(
+        options,
+        attention_mask=mask,
+        position_bias=torch.cat([bias, score], -1),
+        is_causal=False,
+        sliding_window=None,
+    )
+    return nn.functional.pad(key, (0, 0, 0, 1)), nn.functional.pad(value, (0, 0, 0, 1)), options

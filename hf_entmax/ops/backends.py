@@ -7,16 +7,18 @@ import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hf_entmax.ops import dense
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.sparse_rows import SparseRows
 
+Backend = Literal["auto", "torch", "numba", "triton"]
 #: The names `backend` accepts.
-BACKENDS = ("auto", "torch", "numba", "triton")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _KERNELS = {
     "numba": ("hf_entmax.ops.numba_cpu", "numba", "pip install 'hf_entmax[cpu]'"),
@@ -70,7 +72,7 @@ def _kernel(name: str) -> ModuleType | str:
 
 
 def choose(
-    name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: dict[str, Any]
+    name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> Callable[..., tuple[Tensor, Tensor | SparseRows | None]]:
     """Return the attention function to call.
 
@@ -80,10 +82,10 @@ def choose(
         key: the key tensor.
         value: the value tensor.
         alpha: as in `entmax_attention`.
-        options: the keyword arguments of `entmax_attention` without ``backend``.
+        options: what the call is asked to do.
 
     Returns:
-        A function ``(query, key, value, alpha, **options) -> (out, weights | None)``.
+        A function ``(query, key, value, alpha, options) -> (out, weights | None)``.
 
     Raises:
         ValueError: if ``name`` is unknown, or cannot run here or with these arguments (naming the argument).
@@ -97,13 +99,13 @@ def choose(
         if candidate is None:
             return dense.attention
         module = _kernel(candidate)
-        if isinstance(module, str) or module.unsupported(query, key, value, alpha, **options) is not None:
+        if isinstance(module, str) or module.unsupported(query, key, value, alpha, options) is not None:
             return dense.attention
         return module.attention
     module = _kernel(name)
     if isinstance(module, str):
         raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")
-    reason = module.unsupported(query, key, value, alpha, **options)
+    reason = module.unsupported(query, key, value, alpha, options)
     if reason is not None:
         raise ValueError(
             f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."

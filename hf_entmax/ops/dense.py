@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops.mapping import entmax
-from hf_entmax.ops.solve import masked_below
+from hf_entmax.ops.options import AttentionOptions
 
 #: Maps scores ``[B, H, T_q, T_k]`` and a bool mask broadcastable to them (True = may receive mass, or None) to weights.
 Normalizer = Callable[[Tensor, "Tensor | None"], Tensor]
@@ -26,16 +25,7 @@ def dense_attention(
     key: Tensor,
     value: Tensor,
     normalizer: Normalizer,
-    *,
-    attention_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    need_weights: bool | Literal["sparse"] = False,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Attend with a normaliser of choice.
 
@@ -48,18 +38,7 @@ def dense_attention(
         value: ``[B, H_kv, T_k, D_v]``.
         normalizer: maps scores ``[B, H, T_q, T_k]`` and a bool mask (True = may receive mass; None = all may) to
             weights. It may overwrite the scores.
-        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at or
-            below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
-        key_padding_mask: bool ``[B, T_k]``, True for real keys.
-        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``; added after the cap; may carry mask values as
-            above.
-        is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q`` (aligned bottom-right).
-        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``. A lower limit
-            alone: combine it with ``is_causal`` for the usual causal window.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
-        scaling: factor of the scores; ``D ** -0.5`` if None.
-        dropout: probability of dropping a weight, applied whenever it is above 0 (pass 0 in evaluation).
-        need_weights: whether to return the weights; "sparse" returns them all the same, for here they are dense.
+        options: what the call is asked to do. ``need_weights="sparse"`` gives dense weights all the same.
 
     Returns:
         ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention
@@ -71,38 +50,27 @@ def dense_attention(
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     groups = heads // kv_heads
-    scale = head_dim**-0.5 if scaling is None else scaling
     # Queries of the heads that share a key head are stacked, so that keys and values are never repeated.
-    stacked = (query * scale).reshape(batch, kv_heads, groups * queries, head_dim)
+    stacked = (query * options.scale(head_dim)).reshape(batch, kv_heads, groups * queries, head_dim)
     scores = torch.matmul(stacked, key.transpose(-1, -2))
     if groups > 1:
         scores = scores.reshape(batch, heads, queries, keys)
     # Autograd copies whole tensors to undo an addition into a view, so only what is no view is added to in place.
-    in_place = groups == 1 or softcap is not None
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    in_place = groups == 1 or options.softcap is not None
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
 
-    allowed = _limits(queries, keys, is_causal, sliding_window, query.device)
-    if key_padding_mask is not None:
-        allowed = _both(allowed, key_padding_mask[:, None, None, :])
-    for addend in (position_bias, attention_mask):
-        if addend is None:
-            continue
-        if addend.dtype == torch.bool:
-            allowed = _both(allowed, addend)
-        else:
-            allowed = _both(allowed, addend > masked_below(addend.dtype))
-            scores = _add(scores, addend, in_place)
-
-    weights = normalizer(scores, allowed)
+    for addend in options.addends():
+        scores = _add(scores, addend, in_place)
+    weights = normalizer(scores, options.visible(queries, keys, query.device))
     del scores
     if weights.dtype != value.dtype:
         weights = weights.to(value.dtype)
-    if dropout > 0:
-        weights = torch.nn.functional.dropout(weights, dropout, training=True)
+    if options.dropout > 0:
+        weights = torch.nn.functional.dropout(weights, options.dropout, training=True)
     out = torch.matmul(weights.reshape(batch, kv_heads, groups * queries, keys), value)
     out = out.reshape(batch, heads, queries, value.shape[-1])
-    return out, weights if need_weights else None
+    return out, weights if options.need_weights else None
 
 
 def entmax_normalizer(alpha: float | Tensor) -> Normalizer:
@@ -121,28 +89,10 @@ def entmax_normalizer(alpha: float | Tensor) -> Normalizer:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, **options
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Entmax attention on the dense path; the options are those of `dense_attention`."""
-    return dense_attention(query, key, value, entmax_normalizer(alpha), **options)
-
-
-def _limits(
-    queries: int, keys: int, is_causal: bool, sliding_window: int | None, device: torch.device
-) -> Tensor | None:
-    """Return the bool mask ``[T_q, T_k]`` of the causal limit and the sliding window, or None."""
-    if not is_causal and sliding_window is None:
-        return None
-    last = torch.arange(queries, device=device)[:, None] + (keys - queries)
-    position = torch.arange(keys, device=device)[None, :]
-    allowed = position <= last if is_causal else None
-    if sliding_window is not None:
-        allowed = _both(allowed, position > last - sliding_window)
-    return allowed
-
-
-def _both(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first & second
+    """Entmax attention on the dense path; results as of `dense_attention`."""
+    return dense_attention(query, key, value, entmax_normalizer(alpha), options)
 
 
 def _add(scores: Tensor, addend: Tensor, in_place: bool) -> Tensor:

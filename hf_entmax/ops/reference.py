@@ -1,16 +1,19 @@
 r"""The oracle: slow, in float64, and written to be checked by eye against the papers.
 
-Nothing here shares code with the fast paths and nothing uses autograd: probabilities come from long bisection or from
-sorting, derivatives from their closed forms. Tests compare every implementation with these functions, and these with
-finite differences.
+Nothing here shares code with the fast paths (of `AttentionOptions` it reads the fields, and says itself who sees whom)
+and nothing uses autograd: probabilities come from long bisection or from sorting, derivatives from their closed forms.
+Tests compare every implementation with these functions, and these with finite differences.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_entmax.ops.options import AttentionOptions
 
 # Each halves a bracket no longer than log d: far more than float64 can tell apart.
 _BISECTIONS = 80
@@ -152,28 +155,20 @@ def _l2(y: Tensor) -> Tensor:
     return torch.where(y.abs() < 0.1, series, torch.log1p(y) - y)
 
 
-def allowed_pairs(
-    shape: tuple[int, int, int, int],
-    *,
-    attention_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """Return which query may attend to which key, bool ``[B, H, T_q, T_k]``, pair by pair (see `entmax_attention`)."""
+def allowed_pairs(shape: tuple[int, int, int, int], options: AttentionOptions) -> Tensor:
+    """Return which query may attend to which key, bool ``[B, H, T_q, T_k]``, pair by pair."""
     batch, _, queries, keys = shape
     allowed = torch.ones(shape, dtype=torch.bool)
     for i in range(queries):
         for j in range(keys):
             here = i + keys - queries
-            if is_causal and j > here:
+            if options.is_causal and j > here:
                 allowed[:, :, i, j] = False
-            if sliding_window is not None and j <= here - sliding_window:
+            if options.sliding_window is not None and j <= here - options.sliding_window:
                 allowed[:, :, i, j] = False
-    if key_padding_mask is not None:
-        allowed &= key_padding_mask.cpu().reshape(batch, 1, 1, keys)
-    for addend in (attention_mask, position_bias):
+    if options.key_padding_mask is not None:
+        allowed &= options.key_padding_mask.cpu().reshape(batch, 1, 1, keys)
+    for addend in (options.attention_mask, options.position_bias):
         if addend is not None:
             addend = addend.detach().cpu()
             allowed &= addend if addend.dtype == torch.bool else addend > torch.finfo(addend.dtype).min / 2
@@ -186,14 +181,8 @@ def attention(
     value: Tensor,
     alpha: float | Tensor,
     *,
-    attention_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
     grad_out: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Compute entmax attention and, if ``grad_out`` is given, all its gradients, in float64 on the CPU.
 
@@ -202,35 +191,26 @@ def attention(
         key: ``[B, H_kv, T_k, D]``.
         value: ``[B, H_kv, T_k, D_v]``.
         alpha: a float or a tensor ``[H]``.
-        attention_mask: as in `entmax_attention`, and so are the arguments after it.
-        key_padding_mask: bool ``[B, T_k]``.
-        position_bias: additive bias.
-        is_causal: causal limit, bottom-right.
-        sliding_window: lower limit.
-        softcap: cap of the scores.
-        scaling: factor of the scores.
         grad_out: cotangent of the output, ``[B, H, T_q, D_v]``.
+        **options: the fields of `AttentionOptions`, without dropout and ``need_weights``.
 
     Returns:
         A dict with ``out``, ``weights`` and, given ``grad_out``, ``query``, ``key``, ``value``, ``alpha`` (``[H]``) and
         ``scores`` (the gradient of the scores after bias and mask, ``[B, H, T_q, T_k]``: a bias's gradient is its sum
         over the dimensions it was broadcast along).
     """
+    asked = AttentionOptions(**options)
+    if asked.dropout or asked.need_weights:
+        raise ValueError("The oracle knows no dropout, and always returns the weights: leave out both arguments.")
     q, k, v = (tensor.detach().cpu().double() for tensor in (query, key, value))
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     k_full, v_full = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = q.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
     raw = torch.einsum("bhid,bhjd->bhij", q, k_full) * scale
+    softcap = asked.softcap
     scores = raw if softcap is None else softcap * torch.tanh(raw / softcap)
-    allowed = allowed_pairs(
-        (q.shape[0], heads, q.shape[2], k.shape[2]),
-        attention_mask=attention_mask,
-        key_padding_mask=key_padding_mask,
-        position_bias=position_bias,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-    )
-    for addend in (position_bias, attention_mask):
+    allowed = allowed_pairs((q.shape[0], heads, q.shape[2], k.shape[2]), asked)
+    for addend in (asked.position_bias, asked.attention_mask):
         if addend is not None and addend.dtype != torch.bool:
             scores = scores + addend.detach().cpu().double()
     alphas = torch.as_tensor(alpha, dtype=torch.float64, device="cpu").detach().expand(heads)

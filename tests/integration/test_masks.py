@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import pytest
 import tiny_models as tiny
@@ -18,6 +19,7 @@ import hf_entmax.integration.interface as interface
 from hf_entmax import patch_model
 from hf_entmax.integration.masks import Limits, StructuredMask, entmax_mask, limits_of
 from hf_entmax.ops import entmax_attention
+from hf_entmax.ops.options import AttentionOptions
 
 FUNCTIONS = {
     "causal": (causal_mask_function, Limits(True, None)),
@@ -69,10 +71,9 @@ def test_description_and_dense_mask_say_the_same(name, padding, queries):
         and torch.equal(mask.to(torch.float64), dense.double())
     )
     q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
-    options = {"attention_mask": mask}
-    interface._read_description(mask, queries, 9, options)
-    assert options["attention_mask"] is None
-    described, _ = entmax_attention(q, k, v, 1.5, **options, backend="torch")
+    options = interface._read_description(AttentionOptions(attention_mask=mask), queries, 9)
+    assert options.attention_mask is None
+    described, _ = entmax_attention(q, k, v, 1.5, **vars(options), backend="torch")
     written, _ = entmax_attention(q, k, v, 1.5, attention_mask=dense, backend="torch")
     assert torch.allclose(described, written, atol=1e-6)
 
@@ -91,15 +92,19 @@ def test_models_hand_over_descriptions_and_compute_the_same(family, monkeypatch)
     batch["attention_mask"][0, 6:] = 0
     seen = []
     original = interface._read_description
-    monkeypatch.setattr(
-        interface, "_read_description", lambda mask, *rest: (seen.append(mask.limits), original(mask, *rest))
-    )
+
+    def spied(options, *lengths):
+        seen.append(options.attention_mask.limits)
+        return original(options, *lengths)
+
+    def written_out(options, *lengths):
+        return dataclasses.replace(options, attention_mask=options.attention_mask.dense())
+
+    monkeypatch.setattr(interface, "_read_description", spied)
     with torch.no_grad():
         described = model(**batch).logits
         assert seen
-        monkeypatch.setattr(
-            interface, "_read_description", lambda mask, q, k, options: options.update(attention_mask=mask.dense())
-        )
+        monkeypatch.setattr(interface, "_read_description", written_out)
         written = model(**batch).logits
     assert torch.allclose(described, written, atol=2e-5)
     if family in ("gemma2", "mistral"):

@@ -8,6 +8,7 @@ import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.ops import dense, entmax_attention, reference
+from hf_entmax.ops.options import AttentionOptions
 
 F64 = torch.float64
 B, H, H_KV, T_Q, T_K, D, D_V = 2, 4, 2, 5, 7, 8, 6
@@ -212,7 +213,9 @@ def test_any_normalizer():
         weights = mask.expand_as(scores).to(scores.dtype)
         return weights / weights.sum(-1, keepdim=True)
 
-    out, weights = dense.dense_attention(**inputs, normalizer=uniform, key_padding_mask=PADDING, need_weights=True)
+    out, weights = dense.dense_attention(
+        **inputs, normalizer=uniform, options=AttentionOptions(key_padding_mask=PADDING, need_weights=True)
+    )
     assert seen["mask"].shape == (B, 1, 1, T_K)
     torch.testing.assert_close(weights[1, 0, 0], torch.tensor([1 / 3] * 3 + [0.0] * 4))
     torch.testing.assert_close(out[1, 3, 0], inputs["value"][1, 1, :3].mean(0))
@@ -260,6 +263,10 @@ def test_one_alpha_for_all_heads():
 
 def test_window_and_causal_limit_pair_by_pair():
     for queries, keys, causal, window in itertools.product((1, 4), (4, 6), (False, True), (None, 1, 3)):
-        limits = dense._limits(queries, keys, causal, window, torch.device("cpu"))
-        expected = reference.allowed_pairs((1, 1, queries, keys), is_causal=causal, sliding_window=window)[0, 0]
+        options = AttentionOptions(is_causal=causal, sliding_window=window)
+        limits = options.visible(queries, keys, torch.device("cpu"))
+        expected = reference.allowed_pairs((1, 1, queries, keys), options)[0, 0]
         assert torch.equal(torch.ones(queries, keys, dtype=torch.bool) if limits is None else limits, expected)
+        start, stop = options.key_range(queries, keys, torch.device("cpu"))
+        ranges = [range(int(a), int(b)) for a, b in zip(start, stop, strict=True)]
+        assert expected.tolist() == [[j in seen for j in range(keys)] for seen in ranges]

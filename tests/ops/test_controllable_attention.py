@@ -8,6 +8,7 @@ import torch
 from hf_entmax.ops import controllable as C
 from hf_entmax.ops.controllable.properties import TABLE
 from hf_entmax.ops.mapping import sparsemax
+from hf_entmax.ops.options import AttentionOptions
 
 F64 = torch.float64
 
@@ -155,9 +156,8 @@ class TestFoldedIntoSparsemax:
             leaves = [t.clone().requires_grad_() for t in (*tensors, learned)]
             query, key, value, x = leaves
             if folded:
-                new = C.as_sparsemax_attention(
-                    name, {option: x}, query, key, position_bias=bias, key_padding_mask=padding, **limits, **extra
-                )
+                asked = AttentionOptions(position_bias=bias, key_padding_mask=padding, **limits, **extra)
+                scaled_query, new = C.as_sparsemax_attention(name, {option: x}, query, key, asked)
                 folded_bias = new.position_bias
                 added = new.attention_mask
                 if added is not None and added.dtype != torch.bool:
@@ -166,7 +166,7 @@ class TestFoldedIntoSparsemax:
                     assert torch.equal(extra["attention_mask"] < -1e100, (added < -1e100)[:, :1])
                 out = attend(
                     lambda s, m: sparsemax(s, mask=m),
-                    new.query,
+                    scaled_query,
                     key,
                     value,
                     scaling=limits["scaling"],
@@ -183,10 +183,12 @@ class TestFoldedIntoSparsemax:
 
     def test_what_cannot_be_folded(self):
         query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
-        assert C.as_sparsemax_attention("sparsegen_lin", {"lam": 0.0}, query, key, softcap=5.0) is None
+        assert (
+            C.as_sparsemax_attention("sparsegen_lin", {"lam": 0.0}, query, key, AttentionOptions(softcap=5.0)) is None
+        )
         for name in ("sparsegen_exp", "sparsegen_sq", "softmax"):
             options = {option: spec.default for option, spec in C.ATTENTION_MAPPINGS[name].options.items()}
-            assert C.as_sparsemax_attention(name, options, query, key) is None
+            assert C.as_sparsemax_attention(name, options, query, key, AttentionOptions()) is None
 
     def test_the_scale_of_sparsegen_lin(self):
         spec = C.ATTENTION_MAPPINGS["sparsegen_lin"]

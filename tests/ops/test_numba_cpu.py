@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -13,8 +14,11 @@ import torch
 
 pytest.importorskip("numba")
 
-from hf_entmax.ops import dense, entmax_attention, numba_cpu, reference
+from hf_entmax.ops import entmax_attention, numba_cpu, reference
+from hf_entmax.ops.options import AttentionOptions
 
+numba_attention = functools.partial(entmax_attention, backend="numba")
+torch_attention = functools.partial(entmax_attention, backend="torch")
 ALPHAS = (1.0, 1.05, 1.5, 2.0)
 
 
@@ -36,13 +40,13 @@ def check_against_oracle(tensors, out_tolerance=4e-6, gradient_tolerance=1e-4, *
     """Compare with the oracle; where float32 scores alone cost more digits, allow twice what they cost the dense path."""
     query, key, value, alpha = tensors
     bias = options.get("position_bias")
-    out, weights = numba_cpu.attention(query, key, value, alpha, need_weights=True, **options)
+    out, weights = numba_attention(query, key, value, alpha, need_weights=True, **options)
     cotangent = torch.randn(out.shape)
     wanted = [query, key, value, alpha] + ([bias] if bias is not None else [])
     gradients = torch.autograd.grad(out, wanted, cotangent)
     oracle = reference.attention(query, key, value, alpha, grad_out=cotangent, **options)
     with torch.no_grad():
-        plain, plain_weights = dense.attention(query, key, value, alpha, need_weights=True, **options)
+        plain, plain_weights = torch_attention(query, key, value, alpha, need_weights=True, **options)
     for ours, torchs, exact in ((out, plain, oracle["out"]), (weights, plain_weights, oracle["weights"])):
         assert (ours - exact).abs().max() < max(out_tolerance, 2 * (torchs - exact).abs().max())
     for name, gradient in zip(("query", "key", "value", "alpha"), gradients, strict=False):
@@ -99,7 +103,7 @@ def test_even_rows_near_softmax(limit, sharpness):
     if sharpness:
         check_against_oracle(tensors, **EVEN_LIMITS[limit], position_bias=bias, gradient_tolerance=tolerance)
         return
-    out, weights = numba_cpu.attention(*tensors, need_weights=True, **EVEN_LIMITS[limit])
+    out, weights = numba_attention(*tensors, need_weights=True, **EVEN_LIMITS[limit])
     oracle = reference.attention(*tensors, grad_out=torch.ones_like(out), **EVEN_LIMITS[limit])
     assert (weights - oracle["weights"]).abs().max() < 2e-6
     (gradient,) = torch.autograd.grad(out.sum(), tensors[3])
@@ -170,7 +174,7 @@ def test_position_bias_gradient(shape, sharpness):
 def test_position_bias_constant_over_keys_has_no_gradient():
     query, key, value, alpha = make_inputs()
     bias = torch.randn(1, 4, 21, 1, requires_grad=True)
-    out, _ = numba_cpu.attention(query, key, value, alpha, position_bias=bias)
+    out, _ = numba_attention(query, key, value, alpha, position_bias=bias)
     (gradient,) = torch.autograd.grad(out.square().sum(), bias)
     assert gradient.shape == bias.shape and gradient.abs().max() < 1e-4
 
@@ -179,7 +183,7 @@ def test_additive_mask_gradient():
     query, key, value, alpha = make_inputs(sharpness=0.5)
     mask = torch.randn(2, 1, 21, 37, requires_grad=True)
     bias = torch.randn(1, 4, 21, 37, requires_grad=True)
-    out, _ = numba_cpu.attention(query, key, value, alpha, attention_mask=mask, position_bias=bias)
+    out, _ = numba_attention(query, key, value, alpha, attention_mask=mask, position_bias=bias)
     cotangent = torch.randn(out.shape)
     gradients = torch.autograd.grad(out, (mask, bias), cotangent)
     oracle = reference.attention(query, key, value, alpha, attention_mask=mask, position_bias=bias, grad_out=cotangent)[
@@ -200,14 +204,14 @@ def test_gradient_through_the_weights():
         )
 
     doubles = [t.detach().double().requires_grad_() for t in tensors]
-    for got, want in zip(gradients(numba_cpu.attention, tensors), gradients(dense.attention, doubles), strict=True):
+    for got, want in zip(gradients(numba_attention, tensors), gradients(torch_attention, doubles), strict=True):
         assert relative(got, want) < 1e-4
 
 
 def compare_with_dense(tensors, tolerance=2e-5, **options):
     doubles = [t.detach().double().requires_grad_() for t in tensors]
-    out, _ = numba_cpu.attention(*tensors, **options)
-    want, _ = dense.attention(*doubles, **options)
+    out, _ = numba_attention(*tensors, **options)
+    want, _ = torch_attention(*doubles, **options)
     cotangent = torch.randn(out.shape)
     assert (out - want).abs().max() < tolerance
     for got, exact in zip(
@@ -242,9 +246,9 @@ def test_dense_and_sparse_rows_agree(threshold, options, monkeypatch):
 def test_dropout(sharpness):
     query, key, value, alpha = make_inputs(B=4, T_q=64, T_k=64, sharpness=sharpness)
     value = torch.eye(64)[None, None].expand(4, 2, 64, 64).clone().requires_grad_()
-    out, weights = numba_cpu.attention(query, key, value, alpha, dropout=0.25, need_weights=True)
+    out, weights = numba_attention(query, key, value, alpha, dropout=0.25, need_weights=True)
     assert torch.equal(out, weights) or (out - weights).abs().max() < 1e-6
-    _, plain = numba_cpu.attention(query, key, value, alpha, need_weights=True)
+    _, plain = numba_attention(query, key, value, alpha, need_weights=True)
     support = plain > 0
     kept = weights > 0
     assert (kept <= support).all()
@@ -256,7 +260,7 @@ def test_dropout(sharpness):
     cotangent = torch.randn(out.shape)
     got = torch.autograd.grad(out, (query, key, value, alpha), cotangent)
     doubles = [t.detach().double().requires_grad_() for t in (query, key, value, alpha)]
-    exact = dense.attention(*doubles, need_weights=True)[1] * mask
+    exact = torch_attention(*doubles, need_weights=True)[1] * mask
     exact = exact @ doubles[2].repeat_interleave(2, 1)
     for gradient, want in zip(got, torch.autograd.grad(exact, doubles, cotangent.double()), strict=True):
         assert relative(gradient, want) < 1e-4
@@ -265,10 +269,10 @@ def test_dropout(sharpness):
 def test_dropout_follows_the_seed():
     tensors = make_inputs()
     torch.manual_seed(1)
-    first = numba_cpu.attention(*tensors, dropout=0.5)[0]
-    second = numba_cpu.attention(*tensors, dropout=0.5)[0]
+    first = numba_attention(*tensors, dropout=0.5)[0]
+    second = numba_attention(*tensors, dropout=0.5)[0]
     torch.manual_seed(1)
-    again = numba_cpu.attention(*tensors, dropout=0.5)[0]
+    again = numba_attention(*tensors, dropout=0.5)[0]
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
@@ -278,7 +282,7 @@ def test_half_precision_is_at_most_twice_as_wrong_as_torch(dtype):
     doubles = [t.detach().double().requires_grad_() for t in tensors]
     cotangent = torch.randn(2, 4, 64, 16).to(dtype)
     results = []
-    for attend, inputs in ((numba_cpu.attention, tensors), (dense.attention, tensors), (dense.attention, doubles)):
+    for attend, inputs in ((numba_attention, tensors), (torch_attention, tensors), (torch_attention, doubles)):
         out, _ = attend(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))])
     for ours, torchs, exact in zip(*results, strict=True):
@@ -288,7 +292,7 @@ def test_half_precision_is_at_most_twice_as_wrong_as_torch(dtype):
 
 def test_unusual_memory_layouts():
     query, key, value, alpha = make_inputs(B=2, H=4, H_kv=4, T_q=21, T_k=21)
-    plain = numba_cpu.attention(query, key, value, alpha)[0]
+    plain = numba_attention(query, key, value, alpha)[0]
 
     def transposed(t):
         return t.detach().transpose(1, 2).contiguous().transpose(1, 2)
@@ -299,7 +303,7 @@ def test_unusual_memory_layouts():
         return wide[..., ::2]
 
     for change in (transposed, strided):
-        changed = numba_cpu.attention(change(query), change(key), change(value), alpha)[0]
+        changed = numba_attention(change(query), change(key), change(value), alpha)[0]
         assert torch.equal(plain, changed)
     shared = key[:, :1].detach().expand(2, 4, 21, 16).requires_grad_()
     compare_with_dense([query, shared, value, alpha])
@@ -308,7 +312,7 @@ def test_unusual_memory_layouts():
 @pytest.mark.parametrize("empty", ["B", "T_q", "T_k"])
 def test_empty_inputs(empty):
     tensors = make_inputs(**{empty: 0})
-    out, _weights = numba_cpu.attention(*tensors, need_weights=True)
+    out, _weights = numba_attention(*tensors, need_weights=True)
     assert (out == 0).all() and out.shape == (*tensors[0].shape[:3], 16)
     for tensor, gradient in zip(tensors, torch.autograd.grad(out.sum(), tensors), strict=True):
         assert gradient.shape == tensor.shape and (gradient == 0).all()
@@ -318,7 +322,7 @@ def test_not_a_number_is_handed_on():
     query, key, value, alpha = make_inputs(H_kv=4)
     with torch.no_grad():
         query[0, 1, 2] = torch.nan
-    out, _ = numba_cpu.attention(query, key, value, alpha)
+    out, _ = numba_attention(query, key, value, alpha)
     assert out[0, 1, 2].isnan().all() and out.isnan().sum() == 16
     gradient = torch.autograd.grad(out.sum(), query)[0]
     assert gradient[0, 1, 2].isnan().all() and gradient.isnan().sum() == 16
@@ -326,9 +330,9 @@ def test_not_a_number_is_handed_on():
 
 def test_large_offsets_do_not_matter():
     query, key, value, alpha = make_inputs()
-    plain = numba_cpu.attention(query, key, value, alpha)[0]
+    plain = numba_attention(query, key, value, alpha)[0]
     bias = torch.full((1, 1, 21, 37), 4096.0)
-    moved = numba_cpu.attention(query, key, value, alpha, position_bias=bias)[0]
+    moved = numba_attention(query, key, value, alpha, position_bias=bias)[0]
     assert (plain - moved).abs().max() < 5e-3
 
 
@@ -336,7 +340,7 @@ def test_a_wrong_alpha_is_an_error():
     query, key, value, _ = make_inputs()
     for wrong in (0.9, float("nan")):
         with pytest.raises(ValueError, match="alpha"):
-            numba_cpu.attention(query, key, value, torch.tensor([1.5, 1.5, wrong, 1.5]))
+            numba_attention(query, key, value, torch.tensor([1.5, 1.5, wrong, 1.5]))
 
 
 def test_unsupported_names_the_argument():
@@ -346,7 +350,7 @@ def test_unsupported_names_the_argument():
     assert "value" in numba_cpu.unsupported(query, key, value.double(), alpha)
     assert "key" in numba_cpu.unsupported(query, key.to("meta"), value, alpha)
     assert "attention_mask" in numba_cpu.unsupported(
-        query, key, value, alpha, attention_mask=torch.ones(1, dtype=torch.bool, device="meta")
+        query, key, value, alpha, AttentionOptions(attention_mask=torch.ones(1, dtype=torch.bool, device="meta"))
     )
 
 
@@ -358,7 +362,7 @@ def test_functional_transforms_are_refused():
 
 def test_a_second_derivative_is_refused():
     tensors = make_inputs()
-    out, _ = numba_cpu.attention(*tensors)
+    out, _ = numba_attention(*tensors)
     (gradient,) = torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
@@ -399,10 +403,10 @@ def test_checkpointing_and_retained_graphs():
     from torch.utils.checkpoint import checkpoint
 
     tensors = make_inputs()
-    want = torch.autograd.grad(numba_cpu.attention(*tensors, dropout=0.1)[0].sum(), tensors)
+    want = torch.autograd.grad(numba_attention(*tensors, dropout=0.1)[0].sum(), tensors)
     torch.manual_seed(0)
     tensors = make_inputs()
-    out = checkpoint(lambda *t: numba_cpu.attention(*t, dropout=0.1)[0], *tensors, use_reentrant=False)
+    out = checkpoint(lambda *t: numba_attention(*t, dropout=0.1)[0], *tensors, use_reentrant=False)
     first = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
     second = torch.autograd.grad(out.sum(), tensors)
     for a, b, c in zip(want, first, second, strict=True):
@@ -411,15 +415,15 @@ def test_checkpointing_and_retained_graphs():
 
 def test_saved_tensors_may_be_moved():
     tensors = make_inputs(sharpness=2.0)
-    want = torch.autograd.grad(numba_cpu.attention(*tensors)[0].sum(), tensors)
+    want = torch.autograd.grad(numba_attention(*tensors)[0].sum(), tensors)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()):
-        out = numba_cpu.attention(*tensors)[0]
+        out = numba_attention(*tensors)[0]
     for moved, plain in zip(torch.autograd.grad(out.sum(), tensors), want, strict=True):
         assert torch.equal(moved, plain)
 
 
 def run_once(tensors):
-    out = numba_cpu.attention(*tensors)[0]
+    out = numba_attention(*tensors)[0]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
 
 
@@ -624,7 +628,7 @@ def test_buffers_are_written_before_they_are_read(monkeypatch):
     inputs = [*tensors, bias]
 
     def run():
-        out = numba_cpu.attention(*tensors, position_bias=bias, is_causal=True)[0]
+        out = numba_attention(*tensors, position_bias=bias, is_causal=True)[0]
         return [out, *torch.autograd.grad(out.sum(), inputs)]
 
     want = run()

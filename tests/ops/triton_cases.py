@@ -4,6 +4,7 @@
 (torch.compile does). To run it alone: ``TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases.py``.
 """
 
+import functools
 import os
 import sys
 
@@ -16,9 +17,12 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
-from hf_entmax.ops import dense, reference
-from hf_entmax.ops.triton_gpu import attention, blocks, launch, row_mapping, tiles, unsupported
+from hf_entmax.ops import entmax_attention, reference
+from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.triton_gpu import blocks, launch, row_mapping, tiles, unsupported
 
+attention = functools.partial(entmax_attention, backend="triton")
+torch_attention = functools.partial(entmax_attention, backend="torch")
 assert isinstance(launch.forward._entmax_attention_fwd_kernel, triton.runtime.interpreter.InterpretedFunction)
 
 # Two tiles of 32 along either axis, the second of each incomplete.
@@ -171,7 +175,7 @@ def test_alpha_above_two_is_as_good_as_the_torch_path(alpha):
     """The mapping has infinite slope at its threshold there: float32 itself is the limit, so torch's error is the measure."""
     inputs = make(H=1, T_q=20, alpha=(alpha,), sharpness=1.0)
     oracle = reference.attention(*inputs)["out"]
-    plain = dense.attention(*inputs)[0]
+    plain = torch_attention(*inputs)[0]
     error = (attention(*inputs)[0] - oracle).abs().max()
     assert error <= 4 * (plain - oracle).abs().max() + 1e-5
 
@@ -240,7 +244,7 @@ def test_half_precision(dtype):
     grad_out = torch.randn_like(out)
     out.backward(grad_out)
     plain = leaves(*inputs)
-    plain_out = dense.attention(*plain, is_causal=True)[0]
+    plain_out = torch_attention(*plain, is_causal=True)[0]
     plain_out.backward(grad_out)
     expected = reference.attention(*inputs, is_causal=True, grad_out=grad_out)
     assert out.dtype == dtype and query.grad.dtype == dtype and alpha.grad.dtype == torch.float32
@@ -257,14 +261,14 @@ def test_weights_and_their_gradient(alpha):
     targets = torch.randn_like(out), torch.randn_like(weights)
     ours = torch.autograd.grad((out, weights), (query, key, value, alphas), targets)
     doubles = [t.detach().double().requires_grad_() for t in (query, key, value, alphas)]
-    results = dense.attention(*doubles, is_causal=True, need_weights=True)
+    results = torch_attention(*doubles, is_causal=True, need_weights=True)
     theirs = torch.autograd.grad(results, doubles, [t.double() for t in targets])
     for actual, expected in zip(ours, theirs, strict=True):
         assert_gradient(actual, expected)
     # The weights alone: no gradient reaches the output.
     _, weights = attention(query, key, value, alphas, is_causal=True, need_weights=True)
     (only,) = torch.autograd.grad(weights, query, targets[1])
-    _, weights = dense.attention(*doubles, is_causal=True, need_weights=True)
+    _, weights = torch_attention(*doubles, is_causal=True, need_weights=True)
     assert_gradient(only, torch.autograd.grad(weights, doubles[0], targets[1].double())[0])
 
 
@@ -284,7 +288,7 @@ def test_dropout_is_the_same_in_the_backward_pass():
     assert 0.67 < kept.float().mean() < 0.73
     doubles = [t.detach().double().requires_grad_() for t in (query, key, value, alpha)]
     wide_bias = bias.detach().double().requires_grad_()
-    _, plain = dense.attention(*doubles, position_bias=wide_bias, need_weights=True)
+    _, plain = torch_attention(*doubles, position_bias=wide_bias, need_weights=True)
     dropped = plain * kept / 0.7
     assert_forward(weights, dropped)
     expected_out = dropped @ doubles[2].repeat_interleave(2, 1)
@@ -500,7 +504,7 @@ def test_no_gradient_of_the_gradient():
 
 def test_unsupported_names_the_argument():
     query, key, value, alpha = make()
-    assert unsupported(query, key, value, alpha, attention_mask=None, is_causal=True, dropout=0.1) is None
+    assert unsupported(query, key, value, alpha, AttentionOptions(is_causal=True, dropout=0.1)) is None
     assert unsupported(query, key, value, 1.5) is None
     assert unsupported(query.double(), key, value, alpha).startswith("query: torch.float64")
     assert unsupported(query, key.half(), value, alpha).startswith("key: torch.float16 differs")
@@ -508,8 +512,11 @@ def test_unsupported_names_the_argument():
     assert unsupported(query.to("meta"), key, value, alpha).startswith("query: it is on meta")
     assert unsupported(query, key, value, alpha.to("meta")).startswith("alpha: it is on meta")
     wide = torch.zeros(Q, K, dtype=torch.float64)
-    assert unsupported(query, key, value, alpha, position_bias=wide).startswith("position_bias: float64")
-    assert unsupported(query, key, value, alpha, attention_mask=wide.bool().to("meta")).startswith("attention_mask:")
+    assert unsupported(query, key, value, alpha, AttentionOptions(position_bias=wide)).startswith(
+        "position_bias: float64"
+    )
+    elsewhere = AttentionOptions(attention_mask=wide.bool().to("meta"))
+    assert unsupported(query, key, value, alpha, elsewhere).startswith("attention_mask:")
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 1), (2, 2500), (70, 33)])

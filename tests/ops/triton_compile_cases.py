@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from hf_entmax.ops import triton_gpu
+from hf_entmax.ops.options import AttentionOptions
 
 
 class _Target:
@@ -41,7 +42,7 @@ def attend(dtype, head_dim, alpha, bias=None, **options):
     query, key, value = (torch.randn(2, heads, 128, head_dim, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     if bias is not None:
         options["position_bias"] = torch.randn(bias, dtype=dtype, requires_grad=True)
-    out, weights = triton_gpu.attention(query, key, value, alpha, **options)
+    out, weights = triton_gpu.attention(query, key, value, alpha, AttentionOptions(**options))
     (out.sum() if weights is None else out.sum() + weights.sum()).backward()
 
 

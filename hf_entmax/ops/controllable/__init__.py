@@ -6,9 +6,9 @@ from hf_entmax.ops.controllable.attention import (
     MappingOption,
     MappingSpec,
     OptionSetting,
-    ScaledScores,
     as_sparsemax_attention,
     attention_mapping,
+    mapped_attention,
 )
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q
 from hf_entmax.ops.controllable.mappings import (
@@ -50,7 +50,6 @@ __all__ = [
     "MappingSpec",
     "OptionSetting",
     "Q",
-    "ScaledScores",
     "Softmax",
     "Sparsecone",
     "Sparsegen",
@@ -64,6 +63,7 @@ __all__ = [
     "SumNormalizationPP",
     "as_sparsemax_attention",
     "attention_mapping",
+    "mapped_attention",
     "softmax",
     "sparsecone",
     "sparsegen",

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.attention import attend
+from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
 from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
 from hf_entmax.ops.controllable.modules import LEARNED_RANGES
+from hf_entmax.ops.dense import dense_attention
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.simplex import as_rows
+from hf_entmax.ops.solve import masked_below
+from hf_entmax.ops.sparse_rows import SparseRows
 
 HeadOption = float | Tensor
+_SPARSEMAX = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,143 +216,128 @@ def attention_mapping(name: str) -> MappingSpec:
     return ATTENTION_MAPPINGS[name]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaledScores:
-    """Arguments of a sparsemax attention that equals the attention under another mapping.
-
-    Args:
-        query: ``[B, H, T_q, D]``.
-        attention_mask: as given, scaled where it holds finite biases.
-        position_bias: scaled.
-    """
-
-    query: Tensor
-    attention_mask: Tensor | None
-    position_bias: Tensor | None
-
-
 def as_sparsemax_attention(
-    name: str,
-    options: Mapping[str, HeadOption],
-    query: Tensor,
-    key: Tensor,
-    *,
-    scaling: float | None = None,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    key_padding_mask: Tensor | None = None,
-) -> ScaledScores | None:
+    name: str, values: Mapping[str, HeadOption], query: Tensor, key: Tensor, options: AttentionOptions
+) -> tuple[Tensor, AttentionOptions] | None:
     """Fold a mapping into the query, so that a fused sparsemax kernel computes it.
 
     sparsegen_lin is sparsemax at scores scaled by ``1 / (1 - lam)``, sparsehourglass at scores scaled row by row with
     ``a(z)``. A factor on a row of scores is a factor on its query (and on the biases of that row). The row sum that
     ``a(z)`` needs is ``q . (sum of the visible keys)``, so no matrix of scores is formed. Everything is differentiable
-    by autograd, in the options too.
+    by autograd, in the mapping's own options too.
 
     Args:
         name: a name in ``ATTENTION_MAPPINGS``.
-        options: its options, numbers or tensors ``[H]``, validated.
+        values: its options, numbers or tensors ``[H]``, validated.
         query: ``[B, H, T_q, D]``.
         key: ``[B, H_kv, T_k, D]``, ``H`` a multiple of ``H_kv``.
-        scaling: factor of ``q . k``; default ``D ** -0.5``.
-        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``.
-        position_bias: additive float, broadcastable to ``[B, H, T_q, T_k]``.
-        is_causal: bottom-right aligned causal limit.
-        sliding_window: ``w``: key j also needs ``j > i + T_k - T_q - w``.
-        softcap: a cap on the scores, which is not linear in the query.
-        key_padding_mask: bool ``[B, T_k]``, True = real key.
+        options: what the attention is asked to do.
 
     Returns:
-        What to hand to sparsemax attention (alpha = 2) in place of the arguments of the same name, all others
-        unchanged; None where the mapping is no scaled sparsemax (then compute the scores and use ``weights``).
+        The query and the options of a sparsemax attention (alpha = 2) that equals it, with the same keys and values;
+        None where the mapping is no scaled sparsemax (then compute the scores and use ``weights``).
     """
     spec = attention_mapping(name)
-    if softcap is not None:
+    if options.softcap is not None:  # a cap is not linear in the query
         return None
-    factor = spec.as_scaled_sparsemax(options)
+    factor = spec.as_scaled_sparsemax(values)
     if factor is not None:
         rows = _per_head(factor, query)
     elif name == "sparsehourglass":
-        total, count = _row_sums(
-            query, key, scaling, attention_mask, position_bias, is_causal, sliding_window, key_padding_mask
-        )
-        weight = count.clamp(min=1) * _per_head(options["q"], query)
+        total, count = _row_sums(query, key, options)
+        weight = count.clamp(min=1) * _per_head(values["q"], query)
         rows = (1.0 + weight) / (total.abs() + weight)
     else:
         return None
     wide = query.float() if query.dtype != torch.float64 else query
-    scaled_mask = attention_mask
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
-        # The usual additive mask holds 0 and finfo.min only, and is right as it stands at any scale.
-        if torch.compiler.is_compiling() or not holds(masked | (attention_mask == 0)):
-            scaled_mask = torch.where(masked, attention_mask, attention_mask.masked_fill(masked, 0.0) * rows)
-    return ScaledScores(
-        query=(wide * rows).to(query.dtype),
-        attention_mask=scaled_mask,
-        position_bias=None if position_bias is None else position_bias * rows,
+    scaled = dataclasses.replace(
+        options,
+        attention_mask=_scaled(options.attention_mask, rows),
+        position_bias=_scaled(options.position_bias, rows),
     )
+    return (wide * rows).to(query.dtype), scaled
 
 
-def _row_sums(
-    query: Tensor,
-    key: Tensor,
-    scaling: float | None,
-    attention_mask: Tensor | None,
-    position_bias: Tensor | None,
-    is_causal: bool,
-    sliding_window: int | None,
-    key_padding_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _scaled(addend: Tensor | None, rows: Tensor | float) -> Tensor | None:
+    """What is added to scores that are scaled by ``rows``; what masks an entry stays as it is."""
+    if addend is None or addend.dtype == torch.bool:
+        return addend
+    masked = addend <= masked_below(addend.dtype)
+    # The usual additive mask holds 0 and finfo.min only, and is right as it stands at any scale.
+    if not torch.compiler.is_compiling() and holds(masked | (addend == 0)):
+        return addend
+    return torch.where(masked, addend, addend.masked_fill(masked, 0.0) * rows)
+
+
+def _row_sums(query: Tensor, key: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Sum and number of the visible scores of each query, ``[B, H, T_q, 1]`` (or broadcastable to it)."""
     (_, heads, n_query, width), n_key = query.shape, key.shape[-2]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    factor = width**-0.5 if scaling is None else scaling
     keys = key.to(dtype)
-    if key_padding_mask is not None:
-        keys = keys * key_padding_mask[:, None, :, None]
-    end = torch.arange(n_query, device=query.device) + (n_key - n_query) + 1
-    if attention_mask is None and position_bias is None:
+    bias: Tensor | float = 0.0
+    if options.attention_mask is None and options.position_bias is None:
         # Only limits by position: prefix sums of the keys, linear in the length.
         real = torch.ones(1, 1, n_key, 1, dtype=dtype, device=query.device)
-        if key_padding_mask is not None:
-            real = key_padding_mask[:, None, :, None].to(dtype)
-        stop = end.clamp(0, n_key) if is_causal else torch.full_like(end, n_key)
-        start = (end - sliding_window).clamp(0, n_key) if sliding_window is not None else torch.zeros_like(end)
+        if options.key_padding_mask is not None:
+            real = options.key_padding_mask[:, None, :, None].to(dtype)
+        start, stop = options.key_range(n_query, n_key, query.device)
         sums, counts = (
-            (prefix[..., stop, :] - prefix[..., torch.minimum(start, stop), :])
-            for prefix in (torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0)) for x in (keys, real))
+            prefix[..., stop, :] - prefix[..., start, :]
+            for prefix in (torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0)) for x in (keys * real, real))
         )
-        bias = 0.0
     else:
-        visible = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=query.device)
-        position = torch.arange(n_key, device=query.device)
-        if is_causal:
-            visible = visible & (position < end[:, None])
-        if sliding_window is not None:
-            visible = visible & (position >= end[:, None] - sliding_window)
-        if key_padding_mask is not None:
-            visible = visible & key_padding_mask[:, None, None, :]
-        biases = []
-        for term in (attention_mask, position_bias):
-            if term is None:
-                continue
-            if term.dtype == torch.bool:
-                visible = visible & term
-            else:
-                visible = visible & ~(term <= torch.finfo(term.dtype).min / 2)
-                biases.append(term)
-        bias = sum((torch.where(visible, term, 0.0).to(dtype).sum(-1, keepdim=True) for term in biases), 0.0)
+        visible = options.visible(n_query, n_key, query.device)
+        visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
+        visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, n_query, n_key)))
+        bias = sum(torch.where(visible, term, 0.0).to(dtype).sum(-1, keepdim=True) for term in options.addends())
         counts = visible.sum(-1, keepdim=True).to(dtype)
-        shared = visible if visible.shape[1] == 1 or key.shape[1] == heads else None
-        if shared is None:
+        if visible.shape[1] != 1:
             keys = keys.repeat_interleave(heads // key.shape[1], dim=1)
-            shared = visible
-        sums = shared.to(dtype) @ keys
+        sums = visible.to(dtype) @ keys
     if sums.shape[1] not in (1, heads):
         sums = sums.repeat_interleave(heads // sums.shape[1], dim=1)
-    total = (query.to(dtype) * sums).sum(-1, keepdim=True) * factor + bias
-    return total, counts
+    return (query.to(dtype) * sums).sum(-1, keepdim=True) * options.scale(width) + bias, counts
+
+
+def mapped_attention(
+    name: str,
+    values: Mapping[str, HeadOption],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | SparseRows | None]:
+    """Attention whose weights are given by a mapping of Laha et al. 2018.
+
+    Where the mapping is sparsemax at scaled scores, the scale goes into the query and the fused sparsemax kernel does
+    the work; otherwise the scores are formed.
+
+    Args:
+        name: name in ``ATTENTION_MAPPINGS``.
+        values: its options, numbers or ``[H]``, validated.
+        query: ``[B, H, T_q, D]``.
+        key: ``[B, H_kv, T_k, D]``.
+        value: ``[B, H_kv, T_k, D_v]``.
+        options: what the attention is asked to do.
+        backend: as in `hf_entmax.ops.entmax_attention`.
+
+    Returns:
+        As `hf_entmax.ops.entmax_attention`.
+
+    Raises:
+        TypeError: if a tensor has the wrong dtype.
+        ValueError: if shapes do not fit together, or ``backend`` names a kernel and the mapping has none.
+    """
+    options.check(query, key, value)
+    scaled = as_sparsemax_attention(name, values, query, key, options)
+    if scaled is not None:
+        query, options = scaled
+        return attend(query, key, value, _SPARSEMAX, options, backend)
+    if backend not in ("auto", "torch"):
+        raise ValueError(
+            f"backend={backend!r} cannot compute mapping={name!r} (with softcap={options.softcap!r}): only "
+            "scaled sparsemax has a fused kernel. Use backend='auto' or 'torch'."
+        )
+    weights = attention_mapping(name).weights
+    return dense_attention(query, key, value, lambda scores, mask: weights(scores, mask, **values), options)

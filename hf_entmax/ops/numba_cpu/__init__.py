@@ -6,21 +6,25 @@ Importing this package imports neither numba nor the kernels; the first call of 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import masked_below
 from hf_entmax.ops.sparse_rows import SparseRows
 
 _peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEFAULTS = AttentionOptions()
 
 
-def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, **options) -> str | None:
+def unsupported(
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions = _DEFAULTS
+) -> str | None:
     """Say why the kernel cannot take these arguments.
 
     Args:
@@ -28,12 +32,12 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor
         key: ``[B, H_kv, T_k, D]``.
         value: ``[B, H_kv, T_k, D_v]``.
         alpha: a float or a tensor ``[H]``.
-        **options: the keyword arguments of `hf_entmax.ops.entmax_attention` without ``backend``.
+        options: what the call is asked to do.
 
     Returns:
         The reason, which names the argument, or None if `attention` can be called.
     """
-    tensors = {"query": query, "key": key, "value": value, "alpha": alpha, **options}
+    tensors = {"query": query, "key": key, "value": value, "alpha": alpha, **options.tensors()}
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             return f"{name} is on {tensor.device}, and the numba kernel runs on CPU tensors"
@@ -60,16 +64,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     alpha: float | Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    need_weights: bool | Literal["sparse"] = False,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     """Entmax attention on the CPU; arguments and results as in `hf_entmax.ops.entmax_attention`.
 
@@ -81,29 +76,35 @@ def attention(
     heads = query.shape[1]
     if not isinstance(alpha, Tensor):
         alpha = torch.full((heads,), float(alpha), dtype=torch.float64)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    window, cap = int(sliding_window or 0), float(softcap or 0.0)
-    mask = _with_infinities(attention_mask)
-    bias = _with_infinities(position_bias)
-    seed = torch.randint(0, 2**62, (), dtype=torch.int64) if dropout > 0 else None
-    options = (bool(is_causal), window, cap, scale, float(dropout), bool(need_weights))
+    mask, bias = _with_infinities(options.attention_mask), _with_infinities(options.position_bias)
+    padding, need_weights = options.key_padding_mask, options.need_weights
+    seed = torch.randint(0, 2**62, (), dtype=torch.int64) if options.dropout > 0 else None
+    # For the operator 0 stands for "none".
+    flat = (
+        bool(options.is_causal),
+        int(options.sliding_window or 0),
+        float(options.softcap or 0.0),
+        options.scale(query.shape[-1]),
+        float(options.dropout),
+        bool(need_weights),
+    )
 
     if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter) or _len_torch_dispatch_stack():
         from .function import attention_operator
 
-        out, weights = attention_operator(query, key, value, alpha, mask, bias, key_padding_mask, seed, *options)
+        out, weights = attention_operator(query, key, value, alpha, mask, bias, padding, seed, *flat)
         return out, weights if need_weights else None
 
     from .function import EntmaxAttentionFunction, Inputs, run_forward, run_sparse
     from .host import Options
 
-    inputs = Inputs(query, key, value, alpha, mask, bias, key_padding_mask)
+    inputs = Inputs(query, key, value, alpha, mask, bias, padding)
     number = 0 if seed is None else int(seed)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return EntmaxAttentionFunction.apply(number, Options(*options), *inputs)
-    if need_weights == "sparse" and dropout == 0:
-        return run_sparse(inputs, Options(*options[:-1], need_weights=False))
-    out, weights, _ = run_forward(inputs, number, Options(*options), keep=False)
+        return EntmaxAttentionFunction.apply(number, Options(*flat), *inputs)
+    if need_weights == "sparse" and options.dropout == 0:
+        return run_sparse(inputs, Options(*flat[:-1], need_weights=False))
+    out, weights, _ = run_forward(inputs, number, Options(*flat), keep=False)
     return out, weights
 
 
@@ -111,4 +112,4 @@ def _with_infinities(term: Tensor | None) -> Tensor | None:
     """Make "masked" of another dtype than float32 (half of its finfo.min or less) recognisable after conversion."""
     if term is None or term.dtype in (torch.bool, torch.float32):
         return term
-    return term.float().masked_fill(term <= torch.finfo(term.dtype).min / 2, -torch.inf)
+    return term.float().masked_fill(term <= masked_below(term.dtype), -torch.inf)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.triton_gpu import operators as operators
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -31,9 +31,12 @@ _LARGEST_HEAD = 256
 _OLDEST = (8, 0)
 # With these alphas by construction the kernels need no logarithm.
 _EXACT = (1.0, 1.5, 2.0)
+_DEFAULTS = AttentionOptions()
 
 
-def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, **options: Any) -> str | None:
+def unsupported(
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions = _DEFAULTS
+) -> str | None:
     """Say why this backend cannot honour a call, naming the argument, or None if it can.
 
     Args:
@@ -41,7 +44,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor
         key: likewise.
         value: likewise.
         alpha: likewise.
-        **options: its keyword arguments without ``backend``.
+        options: what the call is asked to do.
 
     Returns:
         The reason, or None.
@@ -65,9 +68,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor
             return f"{name}: {tensor.dtype} differs from the {query.dtype} of query"
         if tensor.shape[-1] > _LARGEST_HEAD or tensor.shape[-1] == 0:
             return f"{name}: head dimension {tensor.shape[-1]} is not in 1 to {_LARGEST_HEAD}"
-    others = {"key": key, "value": value, "alpha": alpha}
-    others |= {name: options.get(name) for name in ("attention_mask", "key_padding_mask", "position_bias")}
-    for name, other in others.items():
+    for name, other in {"key": key, "value": value, "alpha": alpha, **options.tensors()}.items():
         if isinstance(other, Tensor):
             if other.device != device:
                 return f"{name}: it is on {other.device}, query on {device}"
@@ -81,16 +82,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     alpha: float | Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool = False,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    need_weights: bool | Literal["sparse"] = False,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Entmax attention by the fused kernels, for calls that `unsupported` has nothing against.
 
@@ -101,7 +93,7 @@ def attention(
     lowered = _autocast_dtype(query)
     if lowered is not None:
         query, key, value = query.to(lowered), key.to(lowered), value.to(lowered)
-    heads, head_dim = query.shape[1], query.shape[3]
+    heads = query.shape[1]
     exact_alpha = 0.0
     if isinstance(alpha, Tensor):
         alphas = alpha.to(torch.float32).expand(heads).contiguous()
@@ -109,9 +101,9 @@ def attention(
         exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
         alphas = torch.full((heads,), float(alpha), dtype=torch.float32, device=query.device)
     seed = None
-    if dropout > 0:
+    if options.dropout > 0:
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device)
-    differentiable = (query, key, value, alphas, attention_mask, position_bias)
+    differentiable = (query, key, value, alphas, options.attention_mask, options.position_bias)
     need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     call = torch.ops.hf_entmax.triton_attention
     if need_grad and not torch.compiler.is_compiling():
@@ -121,21 +113,21 @@ def attention(
         key,
         value,
         alphas,
-        attention_mask,
-        position_bias,
-        key_padding_mask,
+        options.attention_mask,
+        options.position_bias,
+        options.key_padding_mask,
         seed,
         exact_alpha,
-        is_causal,
-        sliding_window or 0,
-        softcap or 0.0,
-        head_dim**-0.5 if scaling is None else float(scaling),
-        float(dropout),
-        bool(need_weights),
+        bool(options.is_causal),
+        options.sliding_window or 0,
+        float(options.softcap or 0.0),
+        options.scale(query.shape[3]),
+        float(options.dropout),
+        bool(options.need_weights),
         need_grad,
         need_grad and alphas.requires_grad,
     )
-    return out, weights if need_weights else None
+    return out, weights if options.need_weights else None
 
 
 def row_mapping(scores: Tensor, alpha: float | Tensor = 1.5, *, mask: Tensor | None = None) -> Tensor:

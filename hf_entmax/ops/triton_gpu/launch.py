@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from hf_entmax.ops.solve import masked_below
 from hf_entmax.ops.triton_gpu import backward, forward, row_kernels
 from hf_entmax.ops.triton_gpu.blocks import (
     Arguments,
@@ -32,8 +33,8 @@ def _array(tensor: Tensor | None) -> Array | None:
 
 
 def _floor(tensor: Tensor | None) -> float:
-    """The value at or below which an added term masks its entry, as `hf_entmax.ops.solve.masked_below` has it."""
-    return torch.finfo(tensor.dtype).min / 2 if tensor is not None and tensor.is_floating_point() else -3e38
+    """The value at or below which an added term masks its entry."""
+    return masked_below(tensor.dtype) if tensor is not None and tensor.is_floating_point() else -3e38
 
 
 def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:

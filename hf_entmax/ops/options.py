@@ -1,0 +1,206 @@
+"""What attention is asked to do besides its tensors and alpha: one record, and the one place that says who sees whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.solve import masked_below
+
+# No sequence is this long, and sums of it with lengths and positions still fit the 32-bit integers of the kernels.
+_LONGEST_WINDOW = 2**30
+# Weights that survive dropout are divided by `1 - dropout` in float32, where anything closer to 1 is 1.
+_LARGEST_DROPOUT = 1 - 2**-24
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What one attention call is asked to do, for every backend alike.
+
+    Who may attend to whom: key ``j`` is visible to query ``i`` if every limit that is given allows it. Limits by position
+    are aligned bottom-right: the last query stands at the last key. A key that is not visible has weight 0 and is not
+    read, whatever it holds.
+
+    Args:
+        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at or
+            below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
+        key_padding_mask: bool ``[B, T_k]``, True for real keys.
+        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``; added after the cap; may carry mask values as above.
+        is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q``.
+        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``; at least 1. A lower
+            limit alone: combine it with ``is_causal`` for the usual causal window.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask; above 0.
+        scaling: factor of the scores; ``D ** -0.5`` if None.
+        dropout: probability of dropping a weight, from 0 to ``1 - 2**-24``; applied whenever it is above 0.
+        need_weights: whether to return the weights; ``"sparse"`` allows `hf_entmax.ops.SparseRows`.
+
+    Raises:
+        TypeError: if ``sliding_window`` is no integer.
+        ValueError: if a number is out of its range.
+    """
+
+    attention_mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    position_bias: Tensor | None = None
+    is_causal: bool = False
+    sliding_window: int | None = None
+    softcap: float | None = None
+    scaling: float | None = None
+    dropout: float = 0.0
+    need_weights: bool | Literal["sparse"] = False
+
+    def __post_init__(self) -> None:
+        window = self.sliding_window
+        if window is not None:
+            if not hasattr(window, "__index__"):
+                raise TypeError(f"sliding_window is {window!r}, but must be an integer (or None).")
+            if window < 1:
+                raise ValueError(f"sliding_window is {window}, but must be at least 1 (or None).")
+            object.__setattr__(self, "sliding_window", min(window, _LONGEST_WINDOW))
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}, but must be above 0 (or None).")
+        if self.scaling is not None and not abs(self.scaling) < math.inf:
+            raise ValueError(f"scaling is {self.scaling}, but must be finite (or None for D ** -0.5).")
+        if not isinstance(self.need_weights, bool) and self.need_weights != "sparse":
+            raise ValueError(f"need_weights is {self.need_weights!r}, but must be True, False or 'sparse'.")
+        if not 0 <= self.dropout <= _LARGEST_DROPOUT:
+            raise ValueError(f"dropout is {self.dropout}, but must be in [0, 1), and at most 1 - 2**-24.")
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Check the tensors of a call and that these options fit them.
+
+        Args:
+            query: must be ``[B, H, T_q, D]``.
+            key: must be ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``.
+            value: must be ``[B, H_kv, T_k, D_v]``.
+
+        Raises:
+            TypeError: if a tensor has the wrong dtype.
+            ValueError: if shapes do not fit together.
+        """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not tensor.is_floating_point():
+                raise TypeError(f"{name} must be a floating tensor, not {tensor.dtype}.")
+            if tensor.dim() != 4:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, but must have four dimensions [B, heads, T, D]."
+                )
+            if tensor.shape[3] == 0:
+                raise ValueError(f"{name} has head dimension 0 (shape {tuple(tensor.shape)}); it must be at least 1.")
+        if not (query.shape[0] == key.shape[0] == value.shape[0]):
+            raise ValueError(
+                f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
+                "they must be equal."
+            )
+        if query.shape[3] != key.shape[3]:
+            raise ValueError(f"query has head dimension {query.shape[3]} and key {key.shape[3]}; they must be equal.")
+        if key.shape[1:3] != value.shape[1:3]:
+            raise ValueError(
+                f"key has [H_kv, T_k] = {tuple(key.shape[1:3])} and value {tuple(value.shape[1:3])}; they must be equal."
+            )
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            raise ValueError(
+                f"query has {query.shape[1]} heads, which is no multiple of the {key.shape[1]} heads of key and value."
+            )
+        scores_shape = (*query.shape[:3], key.shape[2])
+        _check_addend("attention_mask", self.attention_mask, scores_shape, allow_bool=True)
+        _check_addend("position_bias", self.position_bias, scores_shape, allow_bool=False)
+        if (padding := self.key_padding_mask) is not None:
+            if padding.dtype != torch.bool:
+                raise TypeError(f"key_padding_mask must be bool (True = real key), not {padding.dtype}.")
+            if tuple(padding.shape) != (key.shape[0], key.shape[2]):
+                raise ValueError(
+                    f"key_padding_mask has shape {tuple(padding.shape)}, but must have [B, T_k] = "
+                    f"{(key.shape[0], key.shape[2])}."
+                )
+
+    def scale(self, head_dim: int) -> float:
+        """The factor of the scores."""
+        return head_dim**-0.5 if self.scaling is None else float(self.scaling)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among the options, by name."""
+        given = {
+            "attention_mask": self.attention_mask,
+            "key_padding_mask": self.key_padding_mask,
+            "position_bias": self.position_bias,
+        }
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def addends(self) -> list[Tensor]:
+        """What is added to the scores: the position bias, and the mask where it is additive."""
+        return [t for t in (self.position_bias, self.attention_mask) if t is not None and t.dtype != torch.bool]
+
+    def key_range(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """By position alone, the first visible key of each query and one past the last.
+
+        Args:
+            queries: T_q.
+            keys: T_k.
+            device: of the results.
+
+        Returns:
+            Two int64 ``[T_q]`` in ``0...T_k``, the first nowhere above the second.
+        """
+        end = torch.arange(queries, device=device) + (keys - queries) + 1
+        stop = end.clamp(0, keys) if self.is_causal else torch.full_like(end, keys)
+        if self.sliding_window is None:
+            return torch.zeros_like(stop), stop
+        return torch.minimum((end - self.sliding_window).clamp(min=0), stop), stop
+
+    def visible(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Which key each query may attend to.
+
+        Args:
+            queries: T_q.
+            keys: T_k.
+            device: of the tensors of the call.
+
+        Returns:
+            bool, broadcastable to ``[B, H, T_q, T_k]``, True = may attend; None where every query sees every key.
+        """
+        allowed = None
+        if self.is_causal or self.sliding_window is not None:
+            position = torch.arange(keys, device=device)
+            start, stop = self.key_range(queries, keys, device)
+            allowed = position < stop[:, None]
+            if self.sliding_window is not None:
+                allowed = allowed & (position >= start[:, None])
+        if self.key_padding_mask is not None:
+            allowed = _both(allowed, self.key_padding_mask[:, None, None, :])
+        for mask in (self.position_bias, self.attention_mask):
+            if mask is not None:
+                allowed = _both(allowed, mask if mask.dtype == torch.bool else mask > masked_below(mask.dtype))
+        return allowed
+
+    def restricted(self, allowed: Tensor) -> AttentionOptions:
+        """The same with an attention mask that allows only what ``allowed``, bool, allows as well."""
+        mask = self.attention_mask
+        if mask is None:
+            mask = allowed
+        elif mask.dtype == torch.bool:
+            mask = mask & allowed
+        else:
+            mask = mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+        return dataclasses.replace(self, attention_mask=mask)
+
+
+def _both(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first & second
+
+
+def _check_addend(name: str, tensor: Tensor | None, shape: tuple[int, ...], *, allow_bool: bool) -> None:
+    if tensor is None:
+        return
+    if not tensor.is_floating_point() and not (allow_bool and tensor.dtype == torch.bool):
+        kinds = "bool (True = may attend) or floating (additive)" if allow_bool else "floating"
+        raise TypeError(f"{name} must be {kinds}, not {tensor.dtype}.")
+    sizes = shape[4 - tensor.dim() :] if tensor.dim() <= 4 else ()
+    if tensor.dim() > 4 or any(given not in (1, wanted) for given, wanted in zip(tensor.shape, sizes, strict=True)):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, which cannot be broadcast to [B, H, T_q, T_k] = {shape}."
+        )
