@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_entmax import patch_model
-from hf_entmax.integration.observe import observe_attention
+from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.losses.multilabel import multilabel_predict, multilabel_probabilities
 from multilabel_data import Split, TextData, english_verb_texts, read_texts
 from multilabel_results import Results, f1_scores, score
@@ -110,11 +110,11 @@ def attention_support(model: Any, data: Split, rows: int = 256) -> float:
     real = x != 0
     total = count = 0.0
 
-    def add(site: Any, weights: Tensor) -> None:
+    def add(call: AttentionCall) -> None:
         nonlocal total, count
-        sizes = (weights > 0).sum(-1).double()
+        sizes = (call.weights > 0).sum(-1).double()
         total += float((sizes * real[:, None]).sum())
-        count += float(real.sum()) * weights.shape[1]
+        count += float(real.sum()) * call.weights.shape[1]
 
     model.eval()
     with observe_attention(model, add):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_entmax.alpha import MappingOptions
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.masks import StructuredMask
+from hf_entmax.integration.observe import Observer, is_observed, observers_of
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions
@@ -22,21 +22,6 @@ from hf_entmax.ops.sparse_rows import SparseRows
 CHILD = "entmax_norm"
 #: Set on attention modules that keep their softmax because the configuration says so.
 LEFT_ALONE = "_entmax_left_alone"
-
-
-class Observer(NamedTuple):
-    """Someone who looks at the weights of every attention call.
-
-    Attributes:
-        callback: called with the attention module and its weights.
-        sparse: whether it can read `SparseRows` as well.
-    """
-
-    callback: Callable[[nn.Module, Any], None]
-    sparse: bool = False
-
-
-_observers: list[Observer] = []
 
 
 def entmax_attention_forward(
@@ -84,8 +69,8 @@ def entmax_attention_forward(
     Raises:
         ValueError: if the module was neither patched nor left alone on purpose.
     """
-    heads = module._modules.get(CHILD)
-    if heads is None and not getattr(module, LEFT_ALONE, False):
+    heads, observers = module._modules.get(CHILD), observers_of(module)
+    if heads is None and not getattr(module, LEFT_ALONE, False) and not is_observed(module):
         raise ValueError(
             f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {CHILD!r}. Call "
             "hf_entmax.patch_model(model), or load a checkpoint that was saved from a patched model with hf_entmax imported."
@@ -101,7 +86,7 @@ def entmax_attention_forward(
         softcap=softcap,
         scaling=scaling,
         dropout=dropout,
-        need_weights=_weights_wanted(module, kwargs),
+        need_weights=_weights_wanted(module, kwargs, observers),
     )
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -114,11 +99,11 @@ def entmax_attention_forward(
     out, weights = _attend(heads, query, key, value, options)
     if weights is not None and sink is not None:
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
-    if weights is not None:
-        for observer in _observers:
-            observer.callback(module, weights)
+    out = out.transpose(1, 2).contiguous()
+    for observer in observers:
+        out = observer.sees(module, weights, out)
     # Transformers knows dense weights alone; sparse rows come only where it asked for none.
-    return out.transpose(1, 2).contiguous(), weights if isinstance(weights, Tensor) else None
+    return out, weights if isinstance(weights, Tensor) else None
 
 
 def _attend(
@@ -136,11 +121,14 @@ def _attend(
     return attend(query, key, value, numbers, options, backend)
 
 
-def _weights_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool | Literal["sparse"]:
+def _weights_wanted(
+    module: nn.Module, kwargs: dict[str, Any], observers: tuple[Observer, ...]
+) -> bool | Literal["sparse"]:
     """What to ask of the attention: dense weights, those or sparse rows, or none."""
-    if _returned(module, kwargs) or not all(observer.sparse for observer in _observers):
+    looking = [observer for observer in observers if observer.callback is not None]
+    if _returned(module, kwargs) or not all(observer.sparse for observer in looking):
         return True
-    return "sparse" if _observers else False
+    return "sparse" if looking else False
 
 
 def _returned(module: nn.Module, kwargs: dict[str, Any]) -> bool:

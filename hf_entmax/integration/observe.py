@@ -1,34 +1,125 @@
-"""Looking at the attention weights of a model while it runs, one module at a time."""
+"""Looking at the attention of a model while it runs, one module at a time, and switching heads off or down."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_entmax.integration import interface
+from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
-from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
 from hf_entmax.ops.sparse_rows import SparseRows
+
+#: Name under which an attention module keeps its observers, a tuple, while it has some.
+_OBSERVERS = "_entmax_observers"
+_lock = threading.Lock()
+#: Identity of a configuration -> itself, its own attention implementation, and how many open blocks have replaced that.
+_borrowed: dict[int, tuple[Any, str | None, int]] = {}
+
+
+class AttentionCall(NamedTuple):
+    """One call of one attention module.
+
+    Attributes:
+        site: the module, its name, its site and its heads.
+        index: how often the module ran before in this forward pass; above 0 only in a module that layers share (ALBERT).
+        weights: ``[B, H, T_q, T_k]``, after dropout if there is any, still in the autograd graph if there is one; None where
+            nobody asked for weights.
+    """
+
+    site: AttentionSite
+    index: int
+    weights: Any
+
+
+class Observer:
+    """Someone who looks at the attention calls of a model; made by `observe_attention`."""
+
+    def __init__(
+        self,
+        sites: list[AttentionSite],
+        callback: Callable[[AttentionCall], Any] | None,
+        gate: Callable[[AttentionCall], Tensor | None] | None,
+        sparse: bool,
+    ) -> None:
+        self.callback, self.gate, self.sparse = callback, gate, sparse
+        self.thread = threading.get_ident()
+        self._sites = {id(site.module): site for site in sites}
+        self._calls: Counter[int] = Counter()
+        self._running = 0  # models within models that are in their forward now
+        self._busy = False
+
+    def begins(self, *_: Any) -> None:
+        """A model starts its forward: the outermost one starts a new count of calls."""
+        if threading.get_ident() == self.thread and not self._busy:
+            if not self._running:
+                self._calls.clear()
+            self._running += 1
+
+    def ends(self, *_: Any) -> None:
+        """A model has left its forward, by an exception or without."""
+        if threading.get_ident() == self.thread and not self._busy:
+            self._running = max(0, self._running - 1)
+
+    def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, out: Tensor) -> Tensor:
+        """Shows a call to whoever looks, and returns the module's output ``[B, T_q, H, D]``, gated."""
+        site = self._sites.get(id(module))  # a copy of the model made inside the block is another model
+        if site is None or self._busy:  # and what a callback runs is its own affair
+            return out
+        call = AttentionCall(site, self._calls[id(module)], weights)
+        self._calls[id(module)] += 1
+        self._busy = True
+        try:
+            if self.callback is not None:
+                self.callback(call)
+            factor = self.gate(call) if self.gate is not None else None
+        finally:
+            self._busy = False
+        return out if factor is None else out * factor.to(out.dtype)
+
+
+def observers_of(module: nn.Module) -> tuple[Observer, ...]:
+    """Who looks at a module from this thread."""
+    observers: tuple[Observer, ...] = getattr(module, _OBSERVERS, ())
+    if observers and not torch.compiler.is_compiling():
+        here = threading.get_ident()
+        observers = tuple(observer for observer in observers if observer.thread == here)
+    return observers
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether someone, in any thread, looks at a module."""
+    return hasattr(module, _OBSERVERS)
 
 
 @contextlib.contextmanager
 def observe_attention(
-    model: PreTrainedModel, callback: Callable[[AttentionSite, Any], None], *, sparse: bool = False
+    model: PreTrainedModel,
+    callback: Callable[[AttentionCall], Any] | None = None,
+    *,
+    gate: Callable[[AttentionCall], Tensor | None] | None = None,
+    sparse: bool = False,
 ) -> Iterator[None]:
-    """Call ``callback(site, weights)`` at every attention call of a model, patched or plain softmax.
+    """Calls ``callback(call)`` at every attention call of a model, patched or plain softmax, and may gate its heads.
 
-    The weights ``[B, H, T_q, T_k]`` of one module exist only while the callback runs, so that no more than one layer's
-    weights are held at a time. A plain model computes its softmax through the same path meanwhile; afterwards it is as
-    it was.
+    The weights of one module exist only while the callback runs, so that no more than one layer's weights are held at a
+    time. A plain model computes its softmax through the same path meanwhile; afterwards it is as it was.
+
+    Blocks may be nested, and left in any order. A block sees what its own thread runs and nothing else; a model that a
+    callback runs itself is not shown to that callback. Several threads may look at one model. A plain model that another
+    thread runs *without* looking must not be running while the first block opens or the last one closes.
 
     Args:
         model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface.
-        callback: given the ``AttentionSite`` and the weights, after dropout if there is any, still in the autograd graph
-            if there is one.
+        callback: given an `AttentionCall` with its weights. Without a callback no weights are formed.
+        gate: given the same record; returns a factor of the heads' outputs, broadcastable to ``[B, T_q, H, D]``, or None. The
+            gates of nested blocks multiply.
         sparse: the callback reads `hf_entmax.ops.SparseRows` too and gets those where the backend that computes a
             module's attention has them at hand (see ``need_weights="sparse"`` of `hf_entmax.ops.entmax_attention`) and
             nobody else wants its weights; dense weights everywhere else.
@@ -37,28 +128,47 @@ def observe_attention(
         ValueError: if some attention of the model cannot be seen; the message names it.
     """
     check_supported(model)
-    sites = {id(site.module): site for site in attention_sites(model)}
-
-    def look(module: nn.Module, weights: Tensor | SparseRows) -> None:
-        site = sites.get(id(module))  # another model may run inside the same block
-        if site is not None:
-            callback(site, weights)
-
-    plain = [s.module for s in sites.values() if CHILD not in s.module._modules and not hasattr(s.module, LEFT_ALONE)]
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    configs |= {id(s.module.config): s.module.config for s in sites.values() if hasattr(s.module, "config")}  # type: ignore[misc]
-    previous = [(config, config._attn_implementation) for config in configs.values()]
-    observer = interface.Observer(look, sparse)
-    interface._observers.append(observer)
-    try:
-        for module in plain:
-            setattr(module, LEFT_ALONE, True)
-        for config, _ in previous:
-            config._attn_implementation_internal = IMPLEMENTATION
+    sites = attention_sites(model)
+    observer = Observer(sites, callback, gate, sparse)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs: dict[int, Any] = {id(part.config): part.config for part in models}
+    configs |= {id(s.module.config): s.module.config for s in sites if hasattr(s.module, "config")}  # type: ignore[misc]
+    with contextlib.ExitStack() as stack:
+        for part in models:
+            stack.callback(part.register_forward_pre_hook(observer.begins).remove)
+            stack.callback(part.register_forward_hook(observer.ends, always_call=True).remove)
+        for site in sites:
+            _add(site.module, observer)
+            stack.callback(_remove, site.module, observer)
+        for config in configs.values():
+            _borrow(config)
+            stack.callback(_give_back, config)
         yield
-    finally:
-        interface._observers.remove(observer)
-        for config, implementation in previous:
-            config._attn_implementation_internal = implementation
-        for module in plain:
-            delattr(module, LEFT_ALONE)
+
+
+def _add(module: nn.Module, observer: Observer) -> None:
+    with _lock:
+        module.__dict__[_OBSERVERS] = (*module.__dict__.get(_OBSERVERS, ()), observer)
+
+
+def _remove(module: nn.Module, observer: Observer) -> None:
+    with _lock:
+        others = tuple(other for other in module.__dict__.pop(_OBSERVERS) if other is not observer)
+        if others:
+            module.__dict__[_OBSERVERS] = others
+
+
+def _borrow(config: Any) -> None:
+    with _lock:
+        _, previous, blocks = _borrowed.get(id(config), (config, config._attn_implementation, 0))
+        _borrowed[id(config)] = (config, previous, blocks + 1)
+        config._attn_implementation_internal = IMPLEMENTATION
+
+
+def _give_back(config: Any) -> None:
+    with _lock:
+        _, previous, blocks = _borrowed.pop(id(config))
+        if blocks > 1:
+            _borrowed[id(config)] = (config, previous, blocks - 1)
+        else:
+            config._attn_implementation_internal = previous

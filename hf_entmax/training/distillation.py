@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_entmax.integration.discovery import AttentionSite
-from hf_entmax.integration.observe import observe_attention
+from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.losses import entmax_loss
 
 ATTENTION_LOSSES = ("kl", "mse")
@@ -133,12 +133,10 @@ def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
         ValueError: if some attention of the model cannot be seen.
     """
     record = Recorded({}, {})
-    calls: dict[str, int] = {}
 
-    def keep(site: AttentionSite, weights: Tensor) -> None:
-        number = calls[site.name] = calls.get(site.name, -1) + 1
-        name = f"{site.name}#{number}" if number else site.name
-        record.weights[name], record.sites[name] = weights, site
+    def keep(call: AttentionCall) -> None:
+        name = f"{call.site.name}#{call.index}" if call.index else call.site.name
+        record.weights[name], record.sites[name] = call.weights, call.site
 
     with observe_attention(model, keep):
         yield record

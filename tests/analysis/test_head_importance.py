@@ -7,8 +7,9 @@ import test_collect as shared
 import torch
 
 from hf_entmax import patch_model
-from hf_entmax.analysis.collecting.importance import gate_heads, head_importance
+from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.observe import observe_attention
 
 
 def silence(model, site, layer, head):
@@ -81,14 +82,15 @@ def test_gradient_equals_finite_differences():
             losses = []
             for sign in (1, -1):
 
-                def gate(at, call, sign=sign, site=site, layer=layer, head=head):
+                def gate(call, sign=sign, site=site, layer=layer, head=head):
+                    at = call.site
                     if (at.site, at.layer) != (site, layer):
                         return None
                     factor = torch.ones(1, 1, at.num_heads, 1)
                     factor[:, :, head] += sign * step
                     return factor
 
-                with torch.no_grad(), gate_heads(model, gate):
+                with torch.no_grad(), observe_attention(model, gate=gate):
                     (batch,) = shared.batches([pair], 1)
                     losses.append(float(model(**batch).loss) * len(pair[1]))
             total += abs(losses[0] - losses[1]) / (2 * step)

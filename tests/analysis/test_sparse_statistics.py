@@ -199,11 +199,11 @@ def test_no_dense_weights_are_asked_for_or_made(monkeypatch):
     built = model("bert", alpha=2.0, sharp=30.0)
     data = batch("bert", sizes=((48, 0), (40, 0), (30, 0)))
     asked, largest = [], []
-    attention, update = interface.entmax_attention, accumulate.SiteSums.update
+    attention, update = interface.attend, accumulate.SiteSums.update
 
-    def ask(*args, need_weights, **options):
-        asked.append(need_weights)
-        out, weights = attention(*args, need_weights=need_weights, **options)
+    def ask(query, key, value, alpha, options, backend):
+        asked.append(options.need_weights)
+        out, weights = attention(query, key, value, alpha, options, backend)
         assert isinstance(weights, SparseRows)
         return out, weights
 
@@ -217,7 +217,7 @@ def test_no_dense_weights_are_asked_for_or_made(monkeypatch):
         largest.append(found.nbytes / dense_bytes)
         return density
 
-    monkeypatch.setattr(interface, "entmax_attention", ask)
+    monkeypatch.setattr(interface, "attend", ask)
     monkeypatch.setattr(accumulate.SiteSums, "update", measure)
     statistics = collect(built, [data], tokenizer=tokenizer())
     assert asked == ["sparse"] * 2
@@ -253,7 +253,7 @@ def test_whoever_wants_dense_weights_gets_them(form):
     seen = {"dense": [], "sparse": []}
 
     def note(name):
-        return lambda site, weights: seen[name].append(weights)
+        return lambda call: seen[name].append(call.weights)
 
     with torch.no_grad(), observe_attention(built, note("sparse"), sparse=True):
         assert built(**data).logits.isfinite().all()
@@ -271,15 +271,15 @@ def test_whoever_wants_dense_weights_gets_them(form):
         assert {type(weights) for weights in seen["sparse"]} == {SparseRows}
 
 
-def test_the_key_of_an_attention_sink_is_not_shown(form, monkeypatch):
+def test_the_key_of_an_attention_sink_is_not_shown(form):
     form.sparse()
     built = model("bert", alpha=1.5)
     module = next(m for m in built.modules() if interface.CHILD in m._modules)
     query, key, value = torch.randn(2, 4, 6, 8) * SHARP, torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
     seen = []
     for sparse in (True, False):
-        monkeypatch.setattr(interface, "_observers", [interface.Observer(lambda _, w: seen.append(w), sparse)])
-        interface.entmax_attention_forward(module, query, key, value, None, s_aux=torch.full((4,), 3.0))
+        with observe_attention(built, lambda call: seen.append(call.weights), sparse=sparse):
+            interface.entmax_attention_forward(module, query, key, value, None, s_aux=torch.full((4,), 3.0))
     rows, weights = seen
     assert isinstance(rows, SparseRows) and rows.shape == weights.shape == (2, 4, 6, 9)
     torch.testing.assert_close(rows.dense(), weights, rtol=0, atol=0)

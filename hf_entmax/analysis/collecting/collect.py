@@ -20,8 +20,7 @@ from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD
-from hf_entmax.integration.observe import observe_attention
-from hf_entmax.ops.sparse_rows import SparseRows
+from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -193,18 +192,17 @@ class _Collector:
     def run(self, batch: Mapping[str, Any], first_index: int) -> None:
         """Runs the model on one batch and adds what its attention shows."""
         info = prepare_batch(self.model, batch)
-        calls: Counter[str] = Counter()
         contexts: dict[tuple[str, int, int, int], SiteContext] = {}
         densities: dict[str, dict[int, Tensor]] = {}
         pending: list[tuple[str, int, SiteContext, Tensor | None]] = []
 
-        def observer(module: AttentionSite, weights: Tensor | SparseRows) -> None:
+        def observer(call: AttentionCall) -> None:
+            module, weights = call.site, call.weights
             if module.site not in self.modules:
                 return
             if isinstance(weights, Tensor) and weights.device.type == "mps":
                 weights = weights.cpu()
-            row = self._row(module, calls[module.name])
-            calls[module.name] += 1
+            row = self._row(module, call.index)
             shape = (weights.shape[0], weights.shape[2], weights.shape[3])
             key = (module.site, *shape)
             if key not in contexts:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_entmax.analysis.reading.words import TokenTable, token_table, word_ids
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
-from hf_entmax.integration.discovery import AttentionSite
-from hf_entmax.integration.observe import observe_attention
+from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 _FEWEST_TOKENS = 7
 
@@ -126,14 +125,15 @@ def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable |
     info = prepare_batch(model, single)
     seen: dict[str, list[Tensor]] = {}
 
-    def keep(site: AttentionSite, weights: Tensor) -> None:
-        queries, keys = _real(info, site.site, False), _real(info, site.site, True)
-        kept = weights[0].float()
+    def keep(call: AttentionCall) -> None:
+        site = call.site.site
+        queries, keys = _real(info, site, False), _real(info, site, True)
+        kept = call.weights[0].float()
         if queries is not None and len(queries) == kept.shape[1]:
             kept = kept[:, queries]
         if keys is not None and len(keys) == kept.shape[2]:
             kept = kept[:, :, keys]
-        seen.setdefault(site.site, []).append(kept.cpu())
+        seen.setdefault(site, []).append(kept.cpu())
 
     with evaluation_mode(model), observe_attention(model, keep):
         model(**info.inputs)

@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
-from hf_entmax.integration.discovery import AttentionSite, attention_sites
-from hf_entmax.integration.interface import IMPLEMENTATION
-from hf_entmax.integration.observe import observe_attention
+from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 METHODS = ("masking", "gradient")
-#: Given a site and how often its module ran before in this pass, a factor broadcastable to [B, T_q, H, D], or None.
-Gate = Callable[[AttentionSite, int], "Tensor | None"]
-
-
-@contextlib.contextmanager
-def gate_heads(model: Any, gate: Gate) -> Iterator[None]:
-    """Multiplies the output of every head by a factor while the block runs.
-
-    Args:
-        model: a Transformers model, patched or plain.
-        gate: called at every attention call.
-
-    Raises:
-        ValueError: some attention of the model cannot be reached.
-    """
-    sites = {id(site.module): site for site in attention_sites(model)}
-    calls: Counter[int] = Counter()
-    restart = model.register_forward_pre_hook(lambda *_: calls.clear())
-    original = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
-
-    def gated(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, weights = original(module, *args, **kwargs)
-        site = sites.get(id(module))
-        if site is not None:
-            factor = gate(site, calls[id(module)])
-            calls[id(module)] += 1
-            if factor is not None:
-                out = out * factor.to(out.dtype)
-        return out, weights
-
-    # An entry of the instance goes before the registered one and is taken away again afterwards.
-    ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = gated
-    try:
-        with observe_attention(model, lambda *_: None):
-            yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
-        restart.remove()
 
 
 def head_importance(
@@ -175,15 +133,16 @@ def _add_masking(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Te
     target: list[tuple[str, int, int] | None] = [None]
     found: dict[tuple[str, str, int], int] = {}
 
-    def gate(site: AttentionSite, call: int) -> Tensor | None:
-        found[(site.site, site.name, call)] = site.num_heads
-        if target[0] is None or target[0][:2] != (site.name, call):
+    def gate(call: AttentionCall) -> Tensor | None:
+        site = call.site
+        found[(site.site, site.name, call.index)] = site.num_heads
+        if target[0] is None or target[0][:2] != (site.name, call.index):
             return None
         factor = torch.ones(1, 1, site.num_heads, 1, device=labels.device)
         factor[:, :, target[0][2]] = 0.0
         return factor
 
-    with torch.no_grad(), gate_heads(model, gate):
+    with torch.no_grad(), observe_attention(model, gate=gate):
         intact = float(_total_loss(model, inputs, labels))
         for key, count in list(found.items()):
             sums.setdefault(key, torch.zeros(count, dtype=torch.float64))
@@ -196,13 +155,13 @@ def _add_masking(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Te
 def _add_gradient(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Tensor, sums: dict[Any, Tensor]) -> int:
     factors: dict[tuple[str, str, int], Tensor] = {}
 
-    def gate(site: AttentionSite, call: int) -> Tensor:
+    def gate(call: AttentionCall) -> Tensor:
         # One factor per sentence, so that gradients of opposite sign do not cancel.
-        factor = torch.ones(info.size, 1, site.num_heads, 1, device=labels.device, requires_grad=True)
-        factors[(site.site, site.name, call)] = factor
+        factor = torch.ones(info.size, 1, call.site.num_heads, 1, device=labels.device, requires_grad=True)
+        factors[(call.site.site, call.site.name, call.index)] = factor
         return factor
 
-    with torch.enable_grad(), gate_heads(model, gate):
+    with torch.enable_grad(), observe_attention(model, gate=gate):
         loss = _total_loss(model, inputs, labels)
         gradients = torch.autograd.grad(loss, list(factors.values()), allow_unused=True)
     for key, gradient in zip(factors, gradients, strict=True):
