@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, TiedAlpha
 from hf_entmax.config import EntmaxConfig
+from hf_entmax.integration.config_hook import softmax_refused
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
-from hf_entmax.integration.interface import CHILD, LEFT_ALONE
+from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
@@ -99,10 +103,43 @@ def attach(model: nn.Module, config: EntmaxConfig) -> None:
         if hasattr(site.module, LEFT_ALONE):
             delattr(site.module, LEFT_ALONE)
     _tie([site for site in sites if site.name in selected], config)
+    _watch(model, [site for site in sites if site.name in selected])
+
+
+def check_implementation(module: nn.Module, *_: Any) -> None:
+    """Raise where the configuration that a patched module reads names another attention: runs before every call of it.
+
+    ``config._attn_implementation`` is a plain attribute that anyone may set. It stands before each attention module, so
+    that a tool which calls the modules one by one is caught too, and before the models that hold them, because they
+    choose the kind of mask by it. It reads one string; compilers see a constant.
+
+    Raises:
+        ValueError: the one that ``set_attn_implementation`` raises.
+    """
+    requested = module.config._attn_implementation  # type: ignore[union-attr]
+    if requested != IMPLEMENTATION:
+        raise softmax_refused(type(module).__name__, requested)
+
+
+def _watch(model: nn.Module, sites: list[AttentionSite]) -> None:
+    """Let `check_implementation` run before the given attention modules and the models that hold them, nowhere else."""
+    watched = {site.module for site in sites}
+    for name, module in model.named_modules():
+        inside = f"{name}." if name else ""
+        if isinstance(module, PreTrainedModel) and any(site.name.startswith(inside) for site in sites):
+            watched.add(module)
+    for module in model.modules():
+        present = [key for key, hook in module._forward_pre_hooks.items() if hook is check_implementation]
+        for key in present:
+            if module not in watched:
+                del module._forward_pre_hooks[key]
+        if module in watched and not present:
+            module.register_forward_pre_hook(check_implementation)
 
 
 def detach(model: nn.Module) -> None:
     """Remove every trace that ``attach`` left on the attention modules."""
+    _watch(model, [])
     for site in attention_sites(model):
         site.module._modules.pop(CHILD, None)
         if hasattr(site.module, LEFT_ALONE):

@@ -1,33 +1,55 @@
-"""The one hook on configurations, apart from the others so that it needs no torch.
+"""The hooks on configurations, apart from the others so that they need no torch.
 
-A patched configuration must always be written with ``"attn_implementation": "hf_entmax"``: Transformers knows no such
-implementation unless hf_entmax is imported, so that loading a patched checkpoint without it raises instead of running
-as a softmax.
+A sparse checkpoint must not run as a softmax where hf_entmax is not imported. Two marks in its config.json see to that,
+on every part of the configuration that is patched:
+
+- ``"attn_implementation": "hf_entmax"``, a name that Transformers does not know. It is an error, but one that a caller
+  switches off with ``attn_implementation="eager"``, and many tools pass that by themselves.
+- a key of ``id2label`` that is no number. Transformers turns these keys into integers for every model and in every
+  version, before anything else is looked at, and no argument of ``from_pretrained`` replaces them. So the configuration
+  cannot be read, and the error quotes the key: ``invalid literal for int() with base 10: 'sparse attention: ...'``.
+
+The second mark exists in the file alone: it is added when the file is written and taken out when it is read, so that no
+configuration in memory has it. Checkpoints saved without it load as before.
+
+What else was weighed. A ``model_type`` of our own stops the Auto classes, but ``BertModel.from_pretrained`` only warns,
+and every tool that goes by the type (the Hub's, converters) loses it. A name of our own in ``architectures`` is not
+looked at when a model is loaded. Weights that do not fit, or a file name of our own for them, would also stop a plain
+configuration over sparse weights, but break the Trainer's resuming, adapters, quantisers and everything else that reads
+safetensors. What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either. The Hub's page still shows
+the model's type and task; for a classifier it may list one more label.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
 from typing import Any
 
 CONFIG_KEY = "entmax_config"
 #: The name under which the attention function is registered. Transformers treats names with "flash", "sdpa", "flex" or
 #: a slash in them specially, so it has none of these.
 IMPLEMENTATION = "hf_entmax"
+#: The key of ``id2label`` in config.json that makes reading it fail where hf_entmax is not imported.
+FILE_MARK = "sparse attention: pip install hf_entmax, and import hf_entmax before loading"
 
 
 def install() -> None:
-    """Hook ``PreTrainedConfig._remove_keys_not_serialized``.
+    """Hook how ``PreTrainedConfig`` is turned into a dict, written to a file and read from one.
 
     Raises:
-        ImportError: if this version of Transformers lacks the method or has it with other parameters.
+        ImportError: if this version of Transformers lacks a method or has it with other parameters.
     """
     from transformers.configuration_utils import PreTrainedConfig
 
     if getattr(PreTrainedConfig, "_hf_entmax_hooked", False):
         return
     require(PreTrainedConfig, "_remove_keys_not_serialized", ["self", "d"])
+    require(PreTrainedConfig, "to_json_file", ["self", "json_file_path", "use_diff"])
+    require(PreTrainedConfig, "_dict_from_json_file", ["json_file"])
+    write, read = PreTrainedConfig.to_json_file, PreTrainedConfig._dict_from_json_file.__func__
     original = PreTrainedConfig._remove_keys_not_serialized
 
     @functools.wraps(original)
@@ -43,8 +65,55 @@ def install() -> None:
         if nested:
             d["attn_implementation"] = nested
 
+    @functools.wraps(write)
+    def to_json_file(self: PreTrainedConfig, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        write(self, json_file_path, use_diff)
+        with open(json_file_path, encoding="utf-8") as file:
+            record = json.load(file)
+        if _mark(record):
+            with open(json_file_path, "w", encoding="utf-8") as file:
+                file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+    @functools.wraps(read)
+    def dict_from_json_file(cls: type[PreTrainedConfig], json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        record: dict[str, Any] = read(cls, json_file)
+        _unmark(record)
+        return record
+
     PreTrainedConfig._remove_keys_not_serialized = remove_keys_not_serialized
+    PreTrainedConfig.to_json_file = to_json_file  # type: ignore[method-assign]
+    PreTrainedConfig._dict_from_json_file = classmethod(dict_from_json_file)  # type: ignore[assignment]
     PreTrainedConfig._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _mark(record: dict[str, Any]) -> bool:
+    """Add `FILE_MARK` to every part of a configuration that is patched, and to what such a part lies in."""
+    parts = [value for value in record.values() if isinstance(value, dict)]
+    # A list, so that every part is marked: `any` alone would stop at the first.
+    patched = any([_mark(part) for part in parts]) or bool(record.get(CONFIG_KEY))
+    if patched:
+        record["id2label"] = {**(record.get("id2label") or {}), FILE_MARK: ""}
+    return patched
+
+
+def _unmark(record: dict[str, Any]) -> None:
+    labels = record.get("id2label")
+    if isinstance(labels, dict) and FILE_MARK in labels:
+        del labels[FILE_MARK]
+        if not labels:
+            del record["id2label"]
+    for value in record.values():
+        if isinstance(value, dict):
+            _unmark(value)
+
+
+def softmax_refused(owner: str, requested: object) -> ValueError:
+    """The error for another attention implementation on a patched model; ``owner`` is the class that it was asked of."""
+    return ValueError(
+        f"{owner} is patched with entmax attention; attn_implementation={requested!r} would silently turn it back into a "
+        f"softmax. Leave it out or give {IMPLEMENTATION!r}. To go back to softmax on purpose call "
+        "hf_entmax.unpatch_model(model), or for a while use hf_entmax.softmax_attention(model)."
+    )
 
 
 def require(owner: type, name: str, parameters: list[str]) -> None:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_entmax.alpha import LearnedAlpha
-from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.config_hook import CONFIG_KEY, require, softmax_refused
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
 from hf_entmax.integration.masks import entmax_mask
 
@@ -79,11 +79,7 @@ def _get_correct(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, requested_attention, is_init_check)
         if requested_attention in (None, IMPLEMENTATION):
             return IMPLEMENTATION
-        raise ValueError(
-            f"{type(self).__name__} is patched with entmax attention; attn_implementation={requested_attention!r} would "
-            f"silently turn it back into a softmax. Leave it out or give {IMPLEMENTATION!r}; to go back to softmax on "
-            "purpose call hf_entmax.unpatch_model(model)."
-        )
+        raise softmax_refused(type(self).__name__, requested_attention)
 
     return get_correct_attn_implementation
 
