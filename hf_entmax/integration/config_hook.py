@@ -88,9 +88,10 @@ def install() -> None:
 
 def _mark(record: dict[str, Any]) -> bool:
     """Add `FILE_MARK` to every part of a configuration that is patched, and to what such a part lies in."""
-    parts = [value for value in record.values() if isinstance(value, dict)]
-    # A list, so that every part is marked: `any` alone would stop at the first.
-    patched = any([_mark(part) for part in parts]) or bool(record.get(CONFIG_KEY))
+    patched = bool(record.get(CONFIG_KEY))
+    for value in record.values():
+        if isinstance(value, dict):
+            patched |= _mark(value)
     if patched:
         record["id2label"] = {**(record.get("id2label") or {}), FILE_MARK: ""}
     return patched
