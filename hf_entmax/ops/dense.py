@@ -15,6 +15,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops.mapping import entmax
 from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import values_visible
 
 #: Maps scores ``[B, H, T_q, T_k]`` and a bool mask broadcastable to them (True = may receive mass, or None) to weights.
 Normalizer = Callable[[Tensor, "Tensor | None"], Tensor]
@@ -52,7 +53,15 @@ def dense_attention(
     groups = heads // kv_heads
     # Queries of the heads that share a key head are stacked, so that keys and values are never repeated.
     stacked = (query * options.scale(head_dim)).reshape(batch, kv_heads, groups * queries, head_dim)
-    scores = torch.matmul(stacked, key.transpose(-1, -2))
+    # Forward, what a hidden key holds is masked with its score; backward, 0 * NaN would bring it back.
+    differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if differentiable and not (_known_finite(stacked) and _known_finite(key)):
+        (stacked, spoilt_queries), (key, spoilt_keys) = without_nonfinite(stacked), without_nonfinite(key)
+        scores = torch.matmul(stacked, key.transpose(-1, -2))
+        spoilt = spoilt_queries[..., :, None] | spoilt_keys[..., None, :]
+        scores = scores.masked_fill(spoilt, math.nan)
+    else:
+        scores = torch.matmul(stacked, key.transpose(-1, -2))
     if groups > 1:
         scores = scores.reshape(batch, heads, queries, keys)
     # Autograd copies whole tensors to undo an addition into a view, so only what is no view is added to in place.
@@ -68,9 +77,29 @@ def dense_attention(
         weights = weights.to(value.dtype)
     if options.dropout > 0:
         weights = torch.nn.functional.dropout(weights, options.dropout, training=True)
-    out = torch.matmul(weights.reshape(batch, kv_heads, groups * queries, keys), value)
+    stacked_weights = weights.reshape(batch, kv_heads, groups * queries, keys)
+    out = torch.matmul(stacked_weights, value)
+    if not _known_finite(out):
+        # A weight of 0 times NaN is NaN, but a key without weight is not read.
+        value, spoilt_values = without_nonfinite(value)
+        read = torch.matmul(stacked_weights.detach(), spoilt_values.to(value.dtype)[..., None]) > 0
+        out = torch.matmul(stacked_weights, value) * torch.where(read, math.nan, 1.0).to(value.dtype)
     out = out.reshape(batch, heads, queries, value.shape[-1])
     return out, weights if options.need_weights else None
+
+
+def without_nonfinite(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[..., T, D]`` with 0 for NaN and infinities, and which rows held any, bool ``[..., T]``."""
+    finite = tensor.isfinite()
+    return torch.where(finite, tensor, 0.0), ~finite.all(-1)
+
+
+def _known_finite(tensor: Tensor) -> bool:
+    """Whether nothing in ``tensor`` is NaN or infinite, as far as looking is free: on CPUs, outside of transforms."""
+    if tensor.device.type != "cpu" or not values_visible(tensor) or _functorch.peek_interpreter_stack() is not None:
+        return False
+    # One pass over the numbers; that a sum may overflow costs no more than the longer way.
+    return math.isfinite(tensor.detach().sum())
 
 
 def entmax_normalizer(alpha: float | Tensor) -> Normalizer:

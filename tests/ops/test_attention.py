@@ -7,7 +7,7 @@ import pytest
 import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
-from hf_entmax.ops import dense, entmax_attention, reference
+from hf_entmax.ops import available_backends, dense, entmax_attention, reference
 from hf_entmax.ops.options import AttentionOptions
 
 F64 = torch.float64
@@ -226,6 +226,8 @@ BAD = [
     (ValueError, "query has shape", {"query": torch.ones(B, T_Q, D)}),
     (ValueError, "batch sizes", {"key": torch.ones(1, H_KV, T_K, D)}),
     (ValueError, "head dimension", {"key": torch.ones(B, H_KV, T_K, D + 1)}),
+    (ValueError, "head dimension 0", {"query": torch.ones(B, H, T_Q, 0), "key": torch.ones(B, H_KV, T_K, 0)}),
+    (ValueError, "value has head dimension 0", {"value": torch.ones(B, H_KV, T_K, 0)}),
     (ValueError, "H_kv, T_k", {"value": torch.ones(B, H_KV, T_K + 1, D)}),
     (ValueError, "no multiple", {"key": torch.ones(B, 3, T_K, D), "value": torch.ones(B, 3, T_K, D)}),
     (ValueError, "alpha has shape", {"alpha": torch.full((3,), 1.5)}),
@@ -240,9 +242,12 @@ BAD = [
     (ValueError, "key_padding_mask has shape", {"key_padding_mask": torch.ones(B, T_Q, dtype=torch.bool)}),
     (TypeError, "key_padding_mask must be bool", {"key_padding_mask": torch.ones(B, T_K)}),
     (ValueError, "sliding_window is 0", {"sliding_window": 0}),
+    (TypeError, "sliding_window is 2.5", {"sliding_window": 2.5}),
     (ValueError, "softcap is 0", {"softcap": 0.0}),
     (ValueError, "scaling is inf", {"scaling": math.inf}),
     (ValueError, "dropout is 1", {"dropout": 1.0}),
+    (ValueError, "dropout is nan", {"dropout": math.nan}),
+    (ValueError, "need_weights is 'dense'", {"need_weights": "dense"}),
     (ValueError, "'auto', 'torch', 'numba', 'triton'", {"backend": "cuda"}),
 ]
 
@@ -270,3 +275,28 @@ def test_window_and_causal_limit_pair_by_pair():
         start, stop = options.key_range(queries, keys, torch.device("cpu"))
         ranges = [range(int(a), int(b)) for a, b in zip(start, stop, strict=True)]
         assert expected.tolist() == [[j in seen for j in range(keys)] for seen in ranges]
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_a_window_beyond_every_length_limits_nothing(backend):
+    if not available_backends()[backend].startswith("available"):
+        pytest.skip(available_backends()[backend])
+    inputs = tensors(torch.float32)
+    for causal in (False, True):
+        plain = entmax_attention(**inputs, alpha=1.5, is_causal=causal, backend=backend)[0]
+        for window in (T_K, 2**31, 2**63, 2**100):
+            out = entmax_attention(**inputs, alpha=1.5, is_causal=causal, sliding_window=window, backend=backend)[0]
+            assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_dropout_up_to_its_end(backend):
+    """Nearly nothing is kept, and nothing turns into NaN; closer to 1 the factor of what is kept has no float32."""
+    if not available_backends()[backend].startswith("available"):
+        pytest.skip(available_backends()[backend])
+    out, weights = entmax_attention(
+        *torch.randn(3, 1, 8, 64, 4).unbind(), 1.0, dropout=1 - 2**-24, need_weights=True, backend=backend
+    )
+    assert out.isfinite().all() and (weights > 0).sum() < 10
+    with pytest.raises(ValueError, match=r"dropout is 0.999999999, but must be in \[0, 1\)"):
+        entmax_attention(**tensors(torch.float32), alpha=1.5, dropout=1 - 1e-9, backend=backend)

@@ -15,7 +15,7 @@ from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
 from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
 from hf_entmax.ops.controllable.modules import LEARNED_RANGES
-from hf_entmax.ops.dense import dense_attention
+from hf_entmax.ops.dense import dense_attention, without_nonfinite
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.simplex import as_rows
 from hf_entmax.ops.solve import masked_below
@@ -273,7 +273,9 @@ def _row_sums(query: Tensor, key: Tensor, options: AttentionOptions) -> tuple[Te
     """Sum and number of the visible scores of each query, ``[B, H, T_q, 1]`` (or broadcastable to it)."""
     (_, heads, n_query, width), n_key = query.shape, key.shape[-2]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    keys = key.to(dtype)
+    # A key that is not seen is not read: what is not finite is summed as 0 and counted in a column of its own.
+    finite, spoilt = without_nonfinite(key.to(dtype))
+    keys = torch.cat([finite, spoilt.to(dtype)[..., None]], dim=-1)
     bias: Tensor | float = 0.0
     if options.attention_mask is None and options.position_bias is None:
         # Only limits by position: prefix sums of the keys, linear in the length.
@@ -294,6 +296,7 @@ def _row_sums(query: Tensor, key: Tensor, options: AttentionOptions) -> tuple[Te
         if visible.shape[1] != 1:
             keys = keys.repeat_interleave(heads // key.shape[1], dim=1)
         sums = visible.to(dtype) @ keys
+    sums = sums[..., :-1].masked_fill(sums[..., -1:] > 0, math.nan)
     if sums.shape[1] not in (1, heads):
         sums = sums.repeat_interleave(heads // sums.shape[1], dim=1)
     return (query.to(dtype) * sums).sum(-1, keepdim=True) * options.scale(width) + bias, counts
