@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from hf_entmax.losses.core import RowLosses, compute_dtype, dense_residual, exact_dtype, row_losses
+from hf_entmax.losses.core import RowLosses, dense_residual, row_losses
+from hf_entmax.ops.solve import compute_dtype, exact_dtype
 
 # Rows are handled in blocks of about so many logits: small enough for the caches of a CPU, large enough to fill a GPU.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}

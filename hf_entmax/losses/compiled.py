@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_entmax.losses.blocks import BatchLosses, row_blocks, write_residuals
-from hf_entmax.losses.core import compute_dtype, exact_dtype
 from hf_entmax.losses.targets import check_alpha, check_labels
+from hf_entmax.ops.solve import compute_dtype, exact_dtype
 
 
 def _prepared(

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.candidates import RowSolution, dense_probs, solve_rows
-from hf_entmax.ops.solve import compute_dtype
+from hf_entmax.ops.candidates import dense_probs, solve_rows
+from hf_entmax.ops.solve import RowSolution, compute_dtype
 
 
 @dataclasses.dataclass
@@ -27,11 +27,6 @@ class RowLosses:
     solution: RowSolution
     dead: Tensor
     alpha_slopes: Tensor | None
-
-
-def exact_dtype(like: Tensor) -> torch.dtype:
-    """The dtype of losses, of which there are few, until they are reduced: float64 where there is one."""
-    return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
@@ -206,7 +201,9 @@ def subtract_target_(probs: Tensor, target: Tensor, weight: Tensor, dead: Tensor
         probs.scatter_add_(1, labels, -(1.0 - smoothing) * weight)
     else:
         probs.addcmul_(target.to(probs.dtype), weight, value=smoothing - 1.0)
-    return probs.masked_fill_(dead[:, None], 0.0) if bool(dead.any()) else probs
+    # To look first spares a CPU a pass, and would make another device wait.
+    look = dead.device.type == "cpu"
+    return probs.masked_fill_(dead[:, None], 0.0) if not look or bool(dead.any()) else probs
 
 
 def _smoothed_entropy(

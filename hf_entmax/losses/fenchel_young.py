@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_entmax.losses.blocks import BatchLosses, write_residuals
 from hf_entmax.losses.compiled import entmax_losses
-from hf_entmax.losses.core import compute_dtype, sparse_residual
+from hf_entmax.losses.core import sparse_residual
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options, check_shapes
+from hf_entmax.ops.solve import compute_dtype
 
 
 class EntmaxLossFunction(torch.autograd.Function):

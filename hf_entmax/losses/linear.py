@@ -11,15 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from hf_entmax.losses.core import (
     RowLosses,
-    compute_dtype,
     dense_residual,
-    exact_dtype,
     row_losses,
     sparse_residual,
     subtract_target_,
 )
 from hf_entmax.losses.fenchel_young import reduce_losses
 from hf_entmax.losses.targets import check_alpha, check_labels, check_options
+from hf_entmax.ops.solve import compute_dtype, exact_dtype
 
 # How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU, and up to twice that where the
 # weight, whose gradient every chunk goes through, is larger still.

@@ -11,12 +11,15 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from hf_entmax.ops import dense
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.sparse_rows import SparseRows
 
 Backend = Literal["auto", "torch", "numba", "triton"]
+_peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
+
 #: The names `backend` accepts.
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -122,9 +125,18 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
         scores: ``[n, V]``.
 
     Returns:
-        A module with ``solve_rows`` and ``recompute_rows``, see `hf_entmax.ops.numba_cpu.row_host`.
+        A module with two functions and a constant: ``solve_rows(scores, u, floor=-inf, out=None)``, a
+        `hf_entmax.ops.solve.RowSolution` whose probabilities are all written to ``out`` where that is given;
+        ``recompute_rows(scores, maximum, shift, scale, u, out)``, the same probabilities once more; and ``STEEP``,
+        whether they take ``u = alpha - 1`` above 1.
     """
-    if torch.compiler.is_compiling() or scores.device.type != "cpu" or not scores.numel():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not scores.numel():
         return None
-    module = _kernel("numba")
-    return None if isinstance(module, str) else module.row_kernel(scores)
+    plain = type(scores) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
+    if not plain or _peek_interpreter_stack() is not None:
+        return None
+    for name in {"cpu": ("numba", "triton"), "cuda": ("triton",)}.get(scores.device.type, ()):
+        module = _kernel(name)
+        if not isinstance(module, str) and (kernel := module.row_kernel(scores)) is not None:
+            return kernel
+    return None

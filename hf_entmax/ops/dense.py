@@ -108,11 +108,11 @@ def entmax_normalizer(alpha: float | Tensor) -> Normalizer:
 
     def normalize(scores: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None or torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
-            return entmax(scores, per_head, -1, mask)
+            return entmax(scores, per_head, -1, mask, backend="torch")
         # Where there is no mass there is no gradient: autograd need not know of the masking, nor repeat it.
         with torch.no_grad():
             scores.masked_fill_(~mask, -math.inf)
-        return entmax(scores, per_head, -1)
+        return entmax(scores, per_head, -1, backend="torch")
 
     return normalize
 

@@ -1,14 +1,14 @@
 r"""alpha-entmax, sparsemax and 1.5-entmax: functions, autograd Functions and modules.
 
 The layers of this file, from the inside out: `hf_entmax.ops.solve` finds probabilities, `hf_entmax.ops.gradients` pulls
-gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. For rows as long as a
-vocabulary, where almost all entries are certainly zero, see `hf_entmax.ops.candidates.solve_rows`.
+gradients back, `EntmaxFunction` joins them, `entmax` is what to call, `Entmax` is its module. The few probabilities of
+very long rows that are not zero, and what a loss needs beside them: `hf_entmax.ops.candidates.solve_rows`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +22,41 @@ class EntmaxFunction(torch.autograd.Function):
     """Entmax of the rows of a matrix, differentiable in the scores and in ``u = alpha - 1``. See `entmax`."""
 
     @staticmethod
-    def forward(rows: Tensor, u: float | Tensor) -> Tensor:
-        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``."""
+    def forward(rows: Tensor, u: float | Tensor, kernels: bool) -> Tensor:
+        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``, by fused kernels or not."""
         if opaque.wanted(rows):
-            return opaque.row_probabilities(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)))
-        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u)
+            return opaque.row_probabilities(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)), kernels)
+        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u, kernels=kernels)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the probabilities; nothing else of the size of the scores is needed."""
-        _, u = inputs
+        _, u, _ = inputs
         ctx.u = None if isinstance(u, Tensor) else u
         ctx.save_for_backward(*((output, u) if isinstance(u, Tensor) else (output,)))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """Pull the cotangent of the probabilities back to the scores and to ``u``."""
         # Read once: gradient checkpointing recomputes what is unpacked.
         saved = ctx.saved_tensors
         probs, u = saved[0], saved[1] if ctx.u is None else ctx.u
         grad = grad_outputs[0]
-        with_scores, with_alpha = ctx.needs_input_grad
+        with_scores, with_alpha, _ = ctx.needs_input_grad
         if opaque.wanted(probs):
             given = (u, 0.0) if isinstance(u, Tensor) else (None, u)
             grad_rows, grad_u = opaque.row_gradients(probs, grad, *given, with_scores, with_alpha)
         elif torch.compiler.is_compiling():
-            return gradient_rows(probs, grad, u, with_scores, with_alpha)
+            return *gradient_rows(probs, grad, u, with_scores, with_alpha), None
         else:
             grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
-        return (grad_rows if with_scores else None), (grad_u if with_alpha else None)
+        return (grad_rows if with_scores else None), (grad_u if with_alpha else None), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor, kernels: bool) -> tuple[Tensor, int]:
         """Fold the mapped dimension into the rows."""
-        rows, u = _fold(info.batch_size, in_dims, (rows, u))
-        return EntmaxFunction.apply(rows, u).unflatten(0, (info.batch_size, -1)), 0
+        rows, u = _fold(info.batch_size, in_dims[:2], (rows, u))
+        return EntmaxFunction.apply(rows, u, kernels).unflatten(0, (info.batch_size, -1)), 0
 
 
 class EntmaxGradientFunction(torch.autograd.Function):
@@ -130,7 +130,14 @@ def check_alpha(alpha: float) -> float:
     return value
 
 
-def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+def entmax(
+    scores: Tensor,
+    alpha: float | Tensor = 1.5,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    *,
+    backend: Literal["auto", "torch"] = "auto",
+) -> Tensor:
     r"""Map scores to a sparse probability distribution by alpha-entmax.
 
     .. math::
@@ -149,6 +156,8 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
             1, 1]`` for scores ``[B, H, T_q, T_k]``.
         dim: the dimension along which the probabilities sum to 1.
         mask: optional bool tensor broadcastable to ``scores``; True marks entries that may receive mass.
+        backend: "auto" solves long rows, where there are many, by the device's fused kernel (numba on CPUs, Triton on
+            NVIDIA GPUs) for alpha up to 2; "torch" never does.
 
     Returns:
         Probabilities in the shape and dtype of ``scores``. Half types are computed in float32 and rounded at the
@@ -156,10 +165,8 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
 
     Raises:
         TypeError: if ``scores`` is not floating or ``mask`` not bool.
-        ValueError: if ``alpha`` is below 1 or NaN, or a shape does not fit. The values of an ``alpha`` on an
-        accelerator, or
-            inside ``torch.compile``, are not looked at (that would wait for the device): rows with a wrong alpha
-            become NaN.
+        ValueError: if ``alpha`` is below 1 or NaN, a shape does not fit, or ``backend`` is unknown. Whether an ``alpha``
+            on an accelerator, or inside ``torch.compile``, is below 1 is not looked at: its rows become NaN.
 
     Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under
     ``torch.func``.
@@ -171,8 +178,11 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(f"scores must be a floating tensor, not {given}.")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend is {backend!r}; the options are 'auto' and 'torch'.")
     if scores.dim() == 0:
-        return entmax(scores.unsqueeze(0), alpha, 0, None if mask is None else mask.reshape(1)).squeeze(0)
+        mask = None if mask is None else mask.reshape(1)
+        return entmax(scores.unsqueeze(0), alpha, 0, mask, backend=backend).squeeze(0)
     if not -scores.dim() <= dim < scores.dim():
         raise ValueError(
             f"dim is {dim}, but scores of shape {tuple(scores.shape)} have dimensions up to {scores.dim() - 1}."
@@ -183,7 +193,7 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
     moved = scores.movedim(dim, -1)
     if scores.numel() == 0:
         return scores.clone()
-    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u)
+    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u, backend == "auto")
     return probs.reshape(moved.shape).movedim(-1, dim)
 
 

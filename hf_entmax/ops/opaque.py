@@ -20,15 +20,17 @@ def wanted(tensor: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "hf_entmax::row_probabilities", mutates_args=(), schema="(Tensor scores, Tensor? row_u, float u) -> Tensor"
+    "hf_entmax::row_probabilities",
+    mutates_args=(),
+    schema="(Tensor scores, Tensor? row_u, float u, bool kernels=False) -> Tensor",
 )
-def row_probabilities(scores: Tensor, row_u: Tensor | None, u: float) -> Tensor:
+def row_probabilities(scores: Tensor, row_u: Tensor | None, u: float, kernels: bool = False) -> Tensor:
     """Call `hf_entmax.ops.solve.row_probabilities` with ``row_u [R, 1]``, or with ``u`` where that is None."""
-    return solve.row_probabilities(scores, u if row_u is None else solve.checked(row_u))
+    return solve.row_probabilities(scores, u if row_u is None else solve.checked(row_u), kernels=kernels)
 
 
 @row_probabilities.register_fake
-def _(scores: Tensor, row_u: Tensor | None, u: float) -> Tensor:
+def _(scores: Tensor, row_u: Tensor | None, u: float, kernels: bool = False) -> Tensor:
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 

@@ -20,6 +20,7 @@ that work:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -29,6 +30,9 @@ from torch import Tensor
 CPU_CHUNK_ELEMENTS = 1 << 17
 #: On accelerators chunks only bound the memory; they are large enough to fill the device.
 DEVICE_CHUNK_ELEMENTS = 1 << 25
+#: Fewest entries, and shortest rows, for which `row_probabilities` asks for a fused kernel on a CPU: below, compiling it (once
+#: per user, many seconds) would cost more than it saves.
+KERNEL_ELEMENTS, KERNEL_LENGTH = 1 << 18, 256
 #: Smallest ``u`` the formulas see: a power of two, so that ``log1p(u * y) / u`` returns ``y`` itself where alpha is 1.
 SMALLEST_U = 2.0**-100
 #: Where a row's Newton loop may look at its progress it stops by itself; this only ends a loop that cannot.
@@ -37,6 +41,40 @@ MAX_STEPS = 100
 EXPORT_LENGTH = 1 << 20
 
 _LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass
+class RowSolution:
+    """The entmax of ``n`` rows of length ``V``: all probabilities, or the ones that are not zero where these are few.
+
+    Attributes:
+        maximum: ``m``, ``[n, 1]``, float32 or float64; 0 for impossible rows.
+        shift: ``c``, ``[n, 1]``, in float64 where the device has it: the threshold, in the form that stays finite as
+            alpha -> 1.
+        scale: what ``[1 + u (z_i - m - c)]_+ ^ (1/u)`` is multiplied by to sum to 1, ``[n, 1]``; 0 for impossible rows.
+        conjugate: ``max_p p.(z - m) + H(p)`` with the Tsallis entropy ``H`` of the same alpha, ``[n]``, in float64 where
+            the device has it.
+        probs: probabilities, ``[entries]`` or, where ``rows`` is None, ``[n, V]``; they sum to 1 in each row, or to 0
+            in impossible ones.
+        rows: int64 ``[entries]``, ascending: the rows of the probabilities that are not zero, or None.
+        columns: int64 ``[entries]``: their positions in the row, or None.
+        impossible: bool ``[n]``, True for rows without an entry that may receive mass.
+    """
+
+    maximum: Tensor
+    shift: Tensor
+    scale: Tensor
+    conjugate: Tensor
+    probs: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
+    impossible: Tensor
+
+    def support_sizes(self) -> Tensor:
+        """The number of probabilities above 0 of each row, int64 ``[n]``."""
+        if self.rows is None:
+            return (self.probs > 0).sum(-1)
+        return torch.bincount(self.rows, minlength=self.maximum.shape[0])
 
 
 def masked_below(dtype: torch.dtype) -> float:
@@ -50,6 +88,11 @@ def masked_below(dtype: torch.dtype) -> float:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which rows of ``dtype`` are solved: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact_dtype(like: Tensor) -> torch.dtype:
+    """The dtype of numbers of which there is one a row: float64 where the device has it."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def values_visible(tensor: Tensor) -> bool:
@@ -88,12 +131,13 @@ def chunk_rows(rows: int, length: int, device: torch.device) -> int:
     return max(1, min(rows, elements // max(1, length)))
 
 
-def row_probabilities(scores: Tensor, u: float | Tensor) -> Tensor:
+def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = False) -> Tensor:
     """Map every row of ``scores`` to its entmax probabilities.
 
     Args:
         scores: ``[R, d]``, any floating dtype. Entries at or below ``finfo.min / 2`` get no mass.
         u: ``alpha - 1 >= 0``, a float or a tensor ``[R, 1]`` in the compute dtype.
+        kernels: whether a fused kernel may do it, where there is one and it is worth its compilation.
 
     Returns:
         ``[R, d]`` probabilities in the dtype of ``scores``; rows without any unmasked entry are 0, rows that contain
@@ -103,11 +147,26 @@ def row_probabilities(scores: Tensor, u: float | Tensor) -> Tensor:
         return _solve_chunk(scores, u, visible=False).to(scores.dtype)
     rows, length = scores.shape
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    kernel = None
+    if kernels and (scores.device.type != "cpu" or (length >= KERNEL_LENGTH and scores.numel() >= KERNEL_ELEMENTS)):
+        from hf_entmax.ops.backends import row_kernel  # which knows attention, which knows entmax
+
+        # Above alpha = 2 the kernels' thresholds, in float32, are not as exact as the edge of the support found here.
+        kernel = None if is_steep(u) else row_kernel(scores)
     chunk = chunk_rows(rows, length, scores.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        out[part] = _solve_chunk(scores[part], u[part] if isinstance(u, Tensor) else u, visible=True)
+        part_u = u[part] if isinstance(u, Tensor) else u
+        if kernel is None:
+            out[part] = _solve_chunk(scores[part], part_u, visible=True)
+        else:
+            kernel.solve_rows(scores[part], part_u, floor=masked_below(scores.dtype), out=out[part])
     return out
+
+
+def is_steep(u: float | Tensor) -> bool:
+    """Whether alpha is above 2 for some row, so that probabilities rise like a root at the edge of the support."""
+    return bool((u > 1).any()) if isinstance(u, Tensor) else u > 1
 
 
 def _length_bound(length: int) -> int:
@@ -128,26 +187,82 @@ def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
 def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool) -> Tensor:
     """Solve one chunk of rows in the compute dtype; unless ``visible``, no control flow depends on values."""
     centred, alive = _centre(scores)
-    if not isinstance(u, Tensor):
-        probs, total = _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
-    elif not visible:
-        if torch.compiler.is_compiling():
-            # Only the branch that is needed runs: sorting every row would cost more than all the rest.
-            probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
-            probs = probs.clone()
-        else:
-            probs, total = _either(centred, u)
-    else:
-        steep = (u > 1).squeeze(-1)
-        if not bool(steep.any()):
-            probs, total = _convex(centred, u, visible=True)
-        else:
-            probs, total = torch.empty_like(centred), torch.empty_like(u)
-            probs[steep], total[steep] = _steep(centred[steep], u[steep])
-            if not bool(steep.all()):
-                probs[~steep], total[~steep] = _convex(centred[~steep], u[~steep], visible=True)
+    probs, total = solve_centred(centred, u, visible=visible)
     # A row without support stays at zero; NaN survives and spoils its whole row, as it should.
     return probs.mul_(torch.where(alive, 1 / total, torch.zeros_like(total)))
+
+
+def solve_centred(centred: Tensor, u: float | Tensor, *, visible: bool = True) -> tuple[Tensor, Tensor]:
+    """Solve rows whose largest entry is 0.
+
+    Args:
+        centred: ``[R, d]``, float32 or float64; ``-inf`` where an entry is masked. Consumed.
+        u: ``alpha - 1 >= 0``, a float or ``[R, 1]`` of the same dtype.
+        visible: whether values may steer the computation.
+
+    Returns:
+        ``[1 + u (z - c)]_+ ^ (1/u)`` ``[R, d]`` for a ``c`` next to the threshold, and its sum ``[R, 1]``, by which it is
+        to be divided.
+    """
+    if not isinstance(u, Tensor):
+        return _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
+    if not visible:
+        if not torch.compiler.is_compiling():
+            return _either(centred, u)
+        # Only the branch that is needed runs: sorting every row would cost more than all the rest.
+        probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
+        return probs.clone(), total
+    steep = (u > 1).squeeze(-1)
+    if not bool(steep.any()):
+        return _convex(centred, u, visible=True)
+    probs, total = torch.empty_like(centred), torch.empty_like(u)
+    probs[steep], total[steep] = _steep(centred[steep], u[steep])
+    if not bool(steep.all()):
+        probs[~steep], total[~steep] = _convex(centred[~steep], u[~steep], visible=True)
+    return probs, total
+
+
+def shift_of(probs: Tensor, centred: Tensor, u: float | Tensor) -> Tensor:
+    """The ``c`` of rows that `solve_centred` solved, ``[R, 1]``, from one entry of each: ``c = z_i - (p_i^u - 1) / u``.
+
+    Its error is that of ``p_i^u / u``: least for the largest entry, which is 0, where ``u <= 1``, and for the smallest of the
+    support where ``u > 1``. In float64 where the device has it.
+    """
+    exact = exact_dtype(probs)
+    largest = probs.amax(-1, keepdim=True).to(exact)
+    u = (u.to(exact) if isinstance(u, Tensor) else torch.tensor(u, dtype=exact, device=probs.device)).clamp(
+        min=SMALLEST_U
+    )
+    shift = -torch.expm1(u * largest.log()) / u
+    if is_steep(u):
+        smallest, place = torch.where(probs > 0, probs, math.inf).min(-1, keepdim=True)
+        edge = centred.gather(-1, place).to(exact)
+        shift = torch.where(u > 1, edge - torch.expm1(u * smallest.to(exact).log()) / u, shift)
+    return shift
+
+
+def conjugate_of(shift: Tensor, total: Tensor, expected: Tensor, u: float | Tensor) -> Tensor:
+    """``max_p p.z + H(p)`` of centred rows, from weights ``p`` at ``shift`` that sum to ``total`` and not quite to 1.
+
+    It is the objective at ``p / total``, so that an error of the shift enters squared: ``sum p^(1+u) = S (1 - u c) + u sum p z``.
+
+    Args:
+        shift: ``[n, 1]``, float64 where the device has it; likewise ``total`` and ``expected``.
+        total: ``S``.
+        expected: ``sum p z``.
+        u: a float or ``[n, 1]``.
+    """
+    u = u.to(shift.dtype).clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
+    mean, shrunk = expected / total, torch.expm1(-u * total.log())
+    return mean + ((1 + shrunk) * (shift - mean) - shrunk / u) / (1 + u)
+
+
+def weights_at(centred: Tensor, shift: Tensor, u: float | Tensor) -> Tensor:
+    """``[1 + u (z - c)]_+ ^ (1/u)`` for a given ``c`` ``[R, 1]``; consumes ``centred`` ``[R, d]``, in whose dtype it is."""
+    if not isinstance(u, Tensor) and u == 0:
+        return centred.sub_(shift).mul_(_LOG2_E).exp2_()
+    u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else u
+    return _evaluate(centred.mul_(u), shift * u, u)[0]
 
 
 def _convex_branch(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +320,8 @@ def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tenso
     steps = MAX_STEPS if visible else newton_steps(_length_bound(length), 1.0 if isinstance(u, Tensor) else u, dtype)
     threshold = torch.zeros_like(scaled[..., :1])
     for step in range(steps + 1):
-        probs, total, base = _evaluate(scaled, threshold, u)
+        probs, base = _evaluate(scaled, threshold, u)
+        total = probs.sum(-1, keepdim=True)
         # Fully masked rows have a total of 0, NaN rows of NaN: neither is waited for.
         if step == steps or (visible and not bool((total > 1 + tolerance).any())):
             return probs, total
@@ -215,15 +331,13 @@ def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tenso
     raise AssertionError("unreachable: the last step returns")
 
 
-def _evaluate(scaled: Tensor, threshold: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``p = [1 + scaled - threshold]_+ ** (1/u)``, its sum, and what `_slope` needs."""
+def _evaluate(scaled: Tensor, threshold: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``p = [1 + scaled - threshold]_+ ** (1/u)`` and what `_slope` needs."""
     if not isinstance(u, Tensor) and u in (0.5, 1.0):
         base = torch.sub(scaled, threshold - 1).clamp_(min=0)
-        probs = base.square() if u == 0.5 else base
-    else:
-        base = torch.sub(scaled, threshold).clamp_(min=-1)
-        probs = torch.log1p(base).mul_(_LOG2_E / u).exp2_()
-    return probs, probs.sum(-1, keepdim=True), base
+        return (base.square() if u == 0.5 else base), base
+    base = torch.sub(scaled, threshold).clamp_(min=-1)
+    return torch.log1p(base).mul_(_LOG2_E / u).exp2_(), base
 
 
 def _slope(probs: Tensor, base: Tensor, u: float | Tensor) -> Tensor:

@@ -68,6 +68,40 @@ def test_solution_equals_float64(alpha, length, scale):
     torch.testing.assert_close(again.double(), 3.0 * expected, atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize("alpha", [1.0, *ALPHAS])
+@pytest.mark.parametrize("length", [17, 4001])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 4.0])
+def test_solution_without_the_kernel(alpha, length, scale, monkeypatch):
+    without_kernel(monkeypatch)
+    test_solution_equals_float64(alpha, length, scale)
+
+
+def test_entmax_of_many_long_rows_is_the_kernels(monkeypatch):
+    from hf_entmax.ops import entmax, reference, solve
+    from hf_entmax.ops.numba_cpu import row_host
+
+    calls, original = [], row_host.solve_rows
+    monkeypatch.setattr(row_host, "solve_rows", lambda *a, **k: (calls.append(a), original(*a, **k))[1])
+    monkeypatch.setattr(solve, "KERNEL_ELEMENTS", 4 * 400)
+    scores = 3.0 * torch.randn(4, 400)
+    scores[1], scores[2, 7], scores[3, 0] = -math.inf, torch.finfo(torch.float32).min, -math.inf
+    for alpha in (1.0, 1.00001, 1.3, 1.5, 2.0, torch.tensor([1.0, 1.5, 1.7, 2.0])[:, None]):
+        for given in (scores, scores.bfloat16(), scores.half().clamp(min=torch.finfo(torch.float16).min)):
+            calls.clear()
+            probs = entmax(given, alpha)
+            assert calls and probs.dtype == given.dtype
+            expected = reference.entmax(given, alpha)
+            bound = 2e-6 if given is scores else 4e-3
+            torch.testing.assert_close(probs.double(), expected, atol=bound, rtol=0)
+            assert probs[1].eq(0).all() and probs[2, 7] == 0
+    scores[0, 0] = math.nan
+    assert entmax(scores, 1.5)[0].isnan().all() and not entmax(scores, 1.5)[1:].isnan().any()
+    calls.clear()
+    entmax(scores, 2.5), entmax(scores.double(), 1.5), entmax(scores[:3], 1.5), entmax(scores, 1.5, backend="torch")
+    torch.jit.trace(lambda s: entmax(s, 1.5), scores, check_trace=False)
+    assert not calls
+
+
 def test_one_alpha_per_row():
     torch.manual_seed(0)
     scores = 2.0 * torch.randn(len(ALPHAS) + 1, 700)

@@ -15,7 +15,7 @@ KERNELS = {
     "learned": ATTENTION | {"_entmax_attention_bwd_bias_kernel"},
     "options": ATTENTION | {"_key_extent_kernel"},
     "float32": ATTENTION | {"_key_extent_kernel"},
-    "rows": {"_entmax_rows_fwd_kernel", "_entmax_rows_bwd_kernel"},
+    "rows": {"_solve_rows_kernel", "_write_rows_kernel"},
 }
 
 

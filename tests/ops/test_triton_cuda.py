@@ -175,15 +175,16 @@ def test_compiled_by_inductor():
 
 
 @pytest.mark.parametrize("shape", [(64, 40), (5, 50_000)])
-def test_row_mapping(shape):
-    from hf_entmax.ops.triton_gpu import row_mapping
+def test_entmax_of_rows(shape):
+    from hf_entmax.ops import backends
 
     scores = torch.randn(shape, device="cuda", requires_grad=True)
     alpha = torch.linspace(1, 2, shape[0], device="cuda").requires_grad_()
     grad = torch.randn(shape, device="cuda")
     wide = [scores.detach().double().requires_grad_(), alpha.detach().double().requires_grad_()]
     expected = entmax(wide[0], wide[1][:, None])
-    probs = row_mapping(scores, alpha)
+    assert backends.row_kernel(scores).__name__ == "hf_entmax.ops.triton_gpu.row_host"
+    probs = entmax(scores, alpha[:, None])
     assert absolute_error(probs, expected) <= FORWARD[torch.float32]
     for actual, wanted in zip(
         torch.autograd.grad(probs, (scores, alpha), grad),
@@ -191,3 +192,24 @@ def test_row_mapping(shape):
         strict=True,
     ):
         assert relative_error(actual, wanted) <= GRADIENT[torch.float32]
+
+
+def test_a_loss_waits_for_the_device_only_to_check_its_arguments():
+    from hf_entmax.losses.blocks import BatchLosses, row_blocks, write_residuals
+
+    logits, labels = torch.randn(64, 5000, device="cuda"), torch.randint(5000, (64,), device="cuda")
+    weight, out = torch.ones(64, 1, device="cuda"), torch.empty(64, 5000, device="cuda")
+
+    def both():
+        batch = BatchLosses(logits, need_slope=False)
+        list(batch.run(logits, labels, None, 1.5, None, 0.0))
+        blocks = row_blocks(logits)
+        write_residuals(blocks, logits, batch.solved, 1.5, None, labels, weight, batch.dead, 0.0, out)
+
+    both()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -5,6 +5,7 @@
 """
 
 import functools
+import math
 import os
 import sys
 
@@ -17,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
-from hf_entmax.ops import entmax_attention, reference
+from hf_entmax.losses import entmax_loss, linear_entmax_loss
+from hf_entmax.ops import backends, entmax, entmax_attention, reference, solve
+from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.triton_gpu import blocks, launch, row_mapping, tiles, unsupported
+from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported
 
 attention = functools.partial(entmax_attention, backend="triton")
 torch_attention = functools.partial(entmax_attention, backend="torch")
@@ -448,10 +451,6 @@ def test_operators_are_well_formed():
     mask = torch.rand(1, 6) > 0.2
     flags = (1.0 * 0, True, 7, 5.0, 0.25, 0.0, True, True, True)
     torch.library.opcheck(torch.ops.hf_entmax.triton_attention.default, (*inputs, None, bias, mask, None, *flags))
-    torch.library.opcheck(
-        torch.ops.hf_entmax.triton_entmax_rows.default,
-        (torch.randn(9, 12, requires_grad=True), torch.rand(9, requires_grad=True), torch.rand(9, 12) > 0.3, 0.0),
-    )
 
 
 def test_compiled_whole():
@@ -519,8 +518,21 @@ def test_unsupported_names_the_argument():
     assert unsupported(query, key, value, alpha, elsewhere).startswith("attention_mask:")
 
 
+@pytest.fixture
+def row_calls(monkeypatch):
+    """Have rows solved by the kernels of this package; the names of those that ran."""
+    calls = []
+    monkeypatch.setitem(backends._loaded, "numba", "switched off")
+    monkeypatch.setattr(solve, "KERNEL_ELEMENTS", 0)
+    monkeypatch.setattr(solve, "KERNEL_LENGTH", 0)
+    for name in ("solve_rows", "recompute_rows"):
+        function = getattr(row_host, name)
+        monkeypatch.setattr(row_host, name, lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1])
+    return calls
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (3, 1), (2, 2500), (70, 33)])
-def test_row_mapping(shape):
+def test_entmax_of_rows(shape, row_calls):
     scores = (torch.randn(shape) * 2).requires_grad_()
     alpha = torch.rand(shape[0]) + 1
     alpha[0] = 1.0
@@ -528,7 +540,8 @@ def test_row_mapping(shape):
     mask = torch.rand(shape) > 0.3
     mask[-1] = False
     grad = torch.randn(shape)
-    probs = row_mapping(scores, alpha, mask=mask)
+    probs = entmax(scores, alpha[:, None], mask=mask)
+    assert row_calls == ["solve_rows"]
     assert_forward(probs, reference.entmax(scores, alpha[:, None], mask=mask))
     probs.backward(grad)
     expected = [reference.entmax(row, a, mask=m) for row, a, m in zip(scores, alpha.tolist(), mask, strict=True)]
@@ -540,33 +553,93 @@ def test_row_mapping(shape):
     assert_gradient(alpha.grad, torch.stack([r[1] for r in rows]))
 
 
-def test_row_mapping_layouts_and_types():
+def test_entmax_of_rows_in_all_layouts_and_types(row_calls):
     scores = torch.randn(33, 20).t()
     for alpha in (1.0, 1.5, 2.0, 1.2):
-        assert_forward(row_mapping(scores, alpha), reference.entmax(scores, alpha))
-    assert_forward(row_mapping(scores[:, ::2], 1.3), reference.entmax(scores[:, ::2], 1.3))
+        assert_forward(entmax(scores, alpha), reference.entmax(scores, alpha))
+    assert_forward(entmax(scores[:, ::2], 1.3), reference.entmax(scores[:, ::2], 1.3))
     half = scores.half()
     half[3, 4] = torch.finfo(torch.float16).min
-    probs = row_mapping(half, 1.3)
-    assert probs.dtype == torch.float16 and probs[3, 4] == 0
+    half[5] = torch.finfo(torch.float16).min
+    probs = entmax(half, 1.3)
+    assert probs.dtype == torch.float16 and probs[3, 4] == 0 and probs[5].eq(0).all()
     assert (probs.float() - reference.entmax(half, 1.3)).abs().max() < 1e-3
-    alpha = torch.tensor(1.4, requires_grad=True)
-    row_mapping(scores, alpha).square().sum().backward()
+    alpha = torch.tensor([[1.4]], requires_grad=True)
+    assert len(row_calls) == 6
+    entmax(scores, alpha).square().sum().backward()
     probs = reference.entmax(scores, 1.4)
-    assert alpha.grad.shape == ()
-    assert_gradient(alpha.grad, (2 * probs * reference.alpha_derivative(probs, 1.4)).sum())
-    assert row_mapping(torch.zeros(0, 5)).shape == (0, 5) and row_mapping(torch.zeros(5, 0)).shape == (5, 0)
+    assert alpha.grad.shape == (1, 1)
+    assert_gradient(alpha.grad.sum(), (2 * probs * reference.alpha_derivative(probs, 1.4)).sum())
+    assert len(row_calls) == 7
+    entmax(scores, 2.5), entmax(scores, torch.tensor([[2.5]])), entmax(scores.double(), 1.5), entmax(scores[:0], 1.5)
+    entmax(scores, 1.5, backend="torch")
+    assert len(row_calls) == 7
 
 
-def test_row_mapping_errors():
+def test_row_kernels_say_what_they_take():
     scores = torch.randn(4, 5)
-    with pytest.raises(ValueError, match="n_rows, n_cols"):
-        row_mapping(scores[0])
-    with pytest.raises(TypeError, match="float64"):
-        row_mapping(scores.double())
-    with pytest.raises(TypeError, match="mask"):
-        row_mapping(scores, mask=torch.ones(4, 5))
-    with pytest.raises(ValueError, match="at least 1"):
-        row_mapping(scores, 0.5)
-    with pytest.raises(ValueError, match="must fit scores"):
-        row_mapping(scores, torch.ones(3))
+    assert row_kernel(scores) is row_host and row_kernel(scores.bfloat16()) is row_host
+    assert row_kernel(scores.double()) is None and row_kernel(scores.to("meta")) is None
+    with pytest.raises(ValueError, match="backend is 'triton'"):
+        entmax(scores, backend="triton")
+
+
+@pytest.mark.parametrize("alpha", [1.0001, 1.05, 1.33, 1.5, 2.0])
+@pytest.mark.parametrize("shape", [(5, 3), (3, 1), (2, 2500), (70, 33)])
+def test_solved_rows_equal_float64(alpha, shape, row_calls):
+    scores = 3.0 * torch.randn(shape)
+    if shape[1] > 2:
+        scores[1, 1] = -math.inf
+    u = alpha - 1.0
+    ours, exact = solve_rows(scores, u), solve_rows(scores.double(), u)
+    assert row_calls == ["solve_rows"] and ours.rows is None
+    expected = reference.entmax(scores, alpha)
+    torch.testing.assert_close(ours.probs.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        ours.probs.double().sum(-1), torch.ones(shape[0], dtype=torch.float64), atol=1e-6, rtol=0
+    )
+    torch.testing.assert_close(ours.conjugate, exact.conjugate, atol=2e-6, rtol=0)
+    torch.testing.assert_close(ours.shift.double(), exact.shift, atol=5e-6, rtol=0)
+    again = dense_probs(scores, ours.maximum, ours.shift, 3.0 * ours.scale, u)
+    assert row_calls == ["solve_rows", "recompute_rows"]
+    torch.testing.assert_close(again.double(), 3.0 * expected, atol=3e-6, rtol=0)
+
+
+def test_rows_that_cannot_be_solved_keep_to_themselves(row_calls):
+    scores = torch.randn(40, 70)
+    plain = solve_rows(scores, 0.5).probs
+    broken = scores.clone()
+    broken[3] = -math.inf
+    broken[5, -1] = math.nan
+    broken[6, 0] = math.inf
+    broken[7] = torch.finfo(torch.float32).min
+    solution = solve_rows(broken, 0.5)
+    probs = solution.probs
+    assert solution.impossible.nonzero().flatten().tolist() == [3] and probs[3].eq(0).all()
+    assert probs[5].isnan().all() and probs[6].isnan().all()
+    torch.testing.assert_close(probs[7], torch.full((70,), 1.0 / 70))
+    others = [i for i in range(40) if i not in (3, 5, 6, 7)]
+    torch.testing.assert_close(probs[others], plain[others], atol=0, rtol=0)
+    assert solution.maximum[3] == 0 and solution.conjugate[3] == 0 and solution.conjugate[5].isnan()
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, torch.tensor(1.4)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_use_the_row_kernels(alpha, smoothing, row_calls):
+    hidden, weight, labels = torch.randn(6, 4), torch.randn(50, 4), torch.randint(50, (6,))
+    labels[2] = -100
+
+    def losses(dtype):
+        given = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
+        own = alpha.to(dtype).requires_grad_() if isinstance(alpha, torch.Tensor) else alpha
+        one = linear_entmax_loss(*given, labels, own, label_smoothing=smoothing)
+        other = entmax_loss(given[0] @ given[1].t(), labels, own, label_smoothing=smoothing)
+        leaves = [*given, *([own] if isinstance(own, torch.Tensor) else [])]
+        return [one, other, *torch.autograd.grad(one, leaves), *torch.autograd.grad(other, leaves)]
+
+    found = losses(torch.float32)
+    assert set(row_calls) == {"solve_rows", "recompute_rows"}
+    count = len(row_calls)
+    for ours, exact in zip(found, losses(torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-6)
+    assert len(row_calls) == count

@@ -59,8 +59,9 @@ elif case == "options":
 elif case == "float32":
     attend(torch.float32, 64, 1.5, attention_mask=torch.zeros(128), key_padding_mask=keys)
 elif case == "rows":
-    scores = torch.randn(64, 300, requires_grad=True)
-    triton_gpu.row_mapping(scores, torch.full((64,), 1.5, requires_grad=True), mask=scores > 0).sum().backward()
+    kernel, scores = triton_gpu.row_kernel(torch.empty(1)), torch.randn(64, 300)
+    for u in (0.5, torch.full((64, 1), 0.5)):
+        kernel.solve_rows(scores.bfloat16(), u, floor=-1e38)
 for name, kernel in compiled.items():
     ptx, calls = kernel.asm["ptx"], kernel.asm["ttgir"].count("tt.call")
     print(name, "wgmma" if "wgmma" in ptx else "plain", calls, len(ptx.splitlines()))

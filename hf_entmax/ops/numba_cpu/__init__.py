@@ -51,8 +51,7 @@ def unsupported(
 
 def row_kernel(scores: Tensor) -> ModuleType | None:
     """Return the module `row_host` if it can take these scores ``[n, V]``, else None."""
-    plain = type(scores) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
-    if scores.dtype not in _DTYPES or not plain or _peek_interpreter_stack() is not None:
+    if scores.device.type != "cpu" or scores.dtype not in _DTYPES:
         return None
     from . import row_host
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_entmax.ops.solve import RowSolution
 
 from . import runtime
 from .arguments import ROWS_RECORD, structure
@@ -20,29 +22,8 @@ _MOST_ROWS = 64
 _GROUPS_PER_THREAD = 4
 #: Rows with more nonzero weights than this share are written densely.
 DENSE_ABOVE = 0.25
-
-
-@dataclass
-class SolvedRows:
-    """Entmax of ``n`` rows of length ``V``.
-
-    Attributes:
-        maximum: float32 ``[n, 1]``; ``-inf`` for rows that are so throughout.
-        shift: float64 ``[n, 1]``, at which ``p_i = [1 + u (z_i - maximum - shift)]_+ ** (1/u)``; 0 for such rows.
-        scale: float32 ``[n, 1]``, the factor that makes the ``p_i`` sum to 1; 0 for such rows.
-        conjugate: float64 ``[n]``, ``max_p p.(z - maximum) + H(p)``; 0 for such rows.
-        probs: float32 ``[entries]``, or ``[n, V]`` where the rows are not sparse.
-        rows: int64 ``[entries]``, ascending, or None.
-        columns: int64 ``[entries]``, ascending within a row, or None.
-    """
-
-    maximum: Tensor
-    shift: Tensor
-    scale: Tensor
-    conjugate: Tensor
-    probs: Tensor
-    rows: Tensor | None
-    columns: Tensor | None
+#: Whether alpha may be above 2.
+STEEP = True
 
 
 def _shift_alpha(u: float | Tensor, rows: int) -> tuple[np.ndarray, int]:
@@ -80,16 +61,23 @@ class _Call:
         runtime.launch(name, self.record, groups, threads)
 
 
-def solve_rows(scores: Tensor, u: float | Tensor) -> SolvedRows:
+def solve_rows(
+    scores: Tensor, u: float | Tensor, *, floor: float = -math.inf, out: Tensor | None = None
+) -> RowSolution:
     """Entmax of each row.
 
     Args:
-        scores: ``[n, V]`` with ``V >= 1``, float32, bfloat16 or float16, on the CPU; ``-inf`` marks impossible entries.
+        scores: ``[n, V]`` with ``V >= 1``, float32, bfloat16 or float16, on the CPU.
         u: ``alpha - 1 >= 0``, a float or ``[n, 1]``.
+        floor: entries at or below it get no mass.
+        out: ``[n, V]``, any dtype: written with all probabilities, which are then those of the solution, too.
 
     Returns:
         The solution, computed in float32. A row that holds NaN or ``+inf`` has NaN for everything.
     """
+    if floor > -math.inf and scores.dtype != torch.float32:
+        # The floor of a half type is an ordinary number in float32, whose own lies far from every other.
+        scores = scores.float().masked_fill_(scores <= floor, -math.inf)
     call = _Call(scores, u)
     n, length, r = call.rows, call.length, call.record
     maximum, scale = torch.empty((2, n, 1)).unbind(0)
@@ -101,18 +89,25 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> SolvedRows:
         setattr(r, name, tensor.data_ptr())
     r.counts, r.slots, r.slot_bytes = counts.data_ptr(), slots.data_ptr(), slot_bytes
     call.launch("solve_rows", 16 * (length + 4 * _LANES) + 64 + _BATCH_BYTES + 64)
-    total = int(counts.sum())
     rows = columns = None
-    if total <= DENSE_ABOVE * n * length:
+    if out is None and (total := int(counts.sum())) <= DENSE_ABOVE * n * length:
         rows, columns = torch.empty((2, total), dtype=torch.int64).unbind(0)
         probs = torch.empty(total)
         offsets = counts.cumsum(0).sub_(counts)
         r.offsets, r.row_index, r.columns = offsets.data_ptr(), rows.data_ptr(), columns.data_ptr()
     else:
-        probs = torch.empty(n, length)
+        direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
+        probs = out if direct else torch.empty(n, length)
     r.out = probs.data_ptr()
     call.launch("write_rows")
-    return SolvedRows(maximum, shift, scale, conjugate, probs, rows, columns)
+    impossible = maximum <= floor
+    if bool(impossible.any()):
+        for tensor in (maximum, shift, scale, *([] if out is None else [probs])):
+            tensor.masked_fill_(impossible, 0.0)
+        conjugate.masked_fill_(impossible.squeeze(-1), 0.0)
+    if out is not None and out is not probs:
+        out.copy_(probs)
+    return RowSolution(maximum, shift, scale, conjugate, probs, rows, columns, impossible.squeeze(-1))
 
 
 def recompute_rows(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -51,15 +52,8 @@ def unsupported(
     """
     if not _HAS_TRITON:
         return "triton is not installed (pip install 'hf_entmax[gpu]')"
-    device = query.device
-    if device.type == "cuda":
-        if torch.version.hip is not None:
-            return "query: the kernels are for NVIDIA GPUs, and this PyTorch is built for ROCm"
-        properties = torch.cuda.get_device_properties(device)
-        if (properties.major, properties.minor) < _OLDEST:
-            return f"query: its device has compute capability {properties.major}.{properties.minor}, 8.0 is needed"
-    elif not (_INTERPRETED and device.type == "cpu"):
-        return f"query: it is on {device.type}, the kernels are for cuda"
+    if (reason := _unfit_device(query)) is not None:
+        return f"query: {reason}"
     lowered = _autocast_dtype(query)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if lowered is None and tensor.dtype not in _DTYPES:
@@ -70,8 +64,8 @@ def unsupported(
             return f"{name}: head dimension {tensor.shape[-1]} is not in 1 to {_LARGEST_HEAD}"
     for name, other in {"key": key, "value": value, "alpha": alpha, **options.tensors()}.items():
         if isinstance(other, Tensor):
-            if other.device != device:
-                return f"{name}: it is on {other.device}, query on {device}"
+            if other.device != query.device:
+                return f"{name}: it is on {other.device}, query on {query.device}"
             if other.dtype == torch.float64:
                 return f"{name}: float64 would be rounded to float32"
     return None
@@ -130,49 +124,27 @@ def attention(
     return out, weights if options.need_weights else None
 
 
-def row_mapping(scores: Tensor, alpha: float | Tensor = 1.5, *, mask: Tensor | None = None) -> Tensor:
-    r"""Entmax of every row of a matrix, by one kernel.
+def row_kernel(scores: Tensor) -> ModuleType | None:
+    """Return the module `row_host` if it can take these scores ``[n, V]``, else None."""
+    if not _HAS_TRITON or scores.dtype not in _DTYPES or _unfit_device(scores) is not None:
+        return None
+    from hf_entmax.ops.triton_gpu import row_host
 
-        p = argmax_{p in simplex} p . z + H_alpha(p)
+    return row_host
 
-    Args:
-        scores: ``[n_rows, n_cols]``, float16, bfloat16 or float32, on CUDA; computed in float32.
-        alpha: ``>= 1``; a float or a tensor broadcastable to ``[n_rows]``.
-        mask: bool, broadcastable to ``scores``; True = may receive mass.
 
-    Returns:
-        The probabilities, of the shape and dtype of ``scores``. Rows masked whole are 0. Differentiable once, in
-        ``scores`` and ``alpha``.
-
-    Raises:
-        TypeError: if a dtype is not supported.
-        ValueError: if ``scores`` is not a matrix on a CUDA device, or ``alpha`` or ``mask`` does not fit it.
-
-    Reference:
-        Peters, Niculae and Martins 2019, eq. 10; Correia, Niculae and Martins 2019, prop. 1 (gradient in alpha).
-    """
-    if scores.dim() != 2:
-        raise ValueError(f"scores has shape {tuple(scores.shape)}, but must be [n_rows, n_cols]; reshape it.")
-    if scores.dtype not in _DTYPES:
-        raise TypeError(f"scores is {scores.dtype}, but must be float16, bfloat16 or float32.")
-    if scores.device.type != "cuda" and not (_INTERPRETED and scores.device.type == "cpu"):
-        raise ValueError(f"scores is on {scores.device.type}, but must be on cuda; hf_entmax.ops.entmax runs anywhere.")
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask is {mask.dtype}, but must be bool (True = may receive mass).")
-    exact_alpha = 0.0
-    if isinstance(alpha, Tensor):
-        alphas = alpha.to(torch.float32)
-    else:
-        if not alpha >= 1:
-            raise ValueError(f"alpha is {alpha}, but must be at least 1.")
-        exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
-        alphas = torch.tensor(float(alpha), dtype=torch.float32, device=scores.device)
-    try:
-        alphas = alphas.expand(scores.shape[0])
-        mask = None if mask is None else mask.expand(scores.shape)
-    except RuntimeError as error:
-        raise ValueError(f"alpha and mask must fit scores {tuple(scores.shape)}: {error}") from None
-    return torch.ops.hf_entmax.triton_entmax_rows(scores, alphas, mask, exact_alpha)[0]
+def _unfit_device(tensor: Tensor) -> str | None:
+    """Why the kernels cannot run where this tensor is, or None."""
+    device = tensor.device
+    if device.type != "cuda":
+        interpreted = _INTERPRETED and device.type == "cpu"
+        return None if interpreted else f"it is on {device.type}, the kernels are for cuda"
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs, and this PyTorch is built for ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return f"its device has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+    return None
 
 
 def _autocast_dtype(query: Tensor) -> torch.dtype | None:

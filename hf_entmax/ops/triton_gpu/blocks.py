@@ -72,12 +72,6 @@ def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.d
     return blocks._replace(rows=16, warps=4, backward_warps=4) if queries <= 16 else blocks
 
 
-def row_blocks(n_cols: int) -> tuple[int, int]:
-    """Rows and columns of a tile of the row mapping: 1024 entries (8 a thread), one row alone when it is that long."""
-    cols = min(padded(n_cols), 1024)
-    return 1024 // cols, cols
-
-
 def forward_buffers(
     query: Tensor, key: Tensor, value: Tensor, need_weights: bool, need_grad: bool
 ) -> tuple[Tensor, ...]:

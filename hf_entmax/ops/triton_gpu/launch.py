@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_entmax.ops.solve import masked_below
-from hf_entmax.ops.triton_gpu import backward, forward, row_kernels
+from hf_entmax.ops.triton_gpu import backward, forward
 from hf_entmax.ops.triton_gpu.blocks import (
     Arguments,
     Blocks,
@@ -20,7 +20,6 @@ from hf_entmax.ops.triton_gpu.blocks import (
     backward_buffers,
     forward_buffers,
     padded,
-    row_blocks,
 )
 from hf_entmax.ops.triton_gpu.tiles import Array, Options, Problem
 
@@ -217,52 +216,3 @@ def _compact(flags: Tensor, n_q: int, n_k: int, *, by_query: bool) -> tuple[Tens
         flags, *strides, lists, counts, outer, inner, BLOCK=min(1024, padded(inner))
     )
     return lists, counts
-
-
-def rows_forward(scores: Tensor, alpha: Tensor, mask: Tensor | None, exact_alpha: float) -> tuple[Tensor, Tensor]:
-    """Run the row mapping: ``probs`` and the row statistics ``[n_rows, 5]``."""
-    n_rows, n_cols = scores.shape
-    probs = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    stats = torch.zeros((n_rows, 5), dtype=torch.float32, device=scores.device)
-    if scores.numel():
-        block_rows, block_cols = row_blocks(n_cols)
-        with _on_device(scores):
-            row_kernels._entmax_rows_fwd_kernel[(-(-n_rows // block_rows),)](
-                *_row_operands(scores, alpha, mask), probs, stats, _floor(scores), n_rows, n_cols,
-                1 if exact_alpha == 1.0 else _MAX_PASSES,
-                ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,
-            )  # fmt: skip
-    return probs, stats
-
-
-def rows_backward(
-    grad: Tensor,
-    scores: Tensor,
-    alpha: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    exact_alpha: float,
-    need_alpha: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the row mapping in the scores and, per row, in alpha (empty where not needed)."""
-    n_rows, n_cols = scores.shape
-    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    grad_alpha = torch.zeros(n_rows, dtype=torch.float32, device=scores.device) if need_alpha else None
-    if scores.numel():
-        block_rows, block_cols = row_blocks(n_cols)
-        with _on_device(scores):
-            row_kernels._entmax_rows_bwd_kernel[(-(-n_rows // block_rows),)](
-                *_row_operands(scores, alpha, mask), (grad, *grad.stride()), stats, grad_scores, grad_alpha,
-                _floor(scores), n_rows, n_cols,
-                ALPHA=exact_alpha, ROWS=block_rows, COLS=block_cols,
-            )  # fmt: skip
-    return grad_scores, scores.new_empty(0) if grad_alpha is None else grad_alpha
-
-
-def _row_operands(scores: Tensor, alpha: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any]:
-    byte_mask = _expanded(mask, tuple(scores.shape))
-    return (
-        (scores, *scores.stride()),
-        None if byte_mask is None else (byte_mask, *byte_mask.stride()),
-        (alpha, *alpha.stride()),
-    )
