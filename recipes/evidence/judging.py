@@ -2,8 +2,9 @@
 
 That one setting is better than another counts as *found* when the difference of the means has the paper's sign and is more than
 twice its standard error over seeds, as *same direction* when it is smaller, as *opposite* when it is as far on the other
-side, and otherwise as *not found*; that it is as good counts as found when it loses at most `MARGIN`. Where a side has one
-seed only, the verdict says so and rests on the difference alone.
+side, and otherwise as *not found*; that it is as good counts as found when it loses at most a margin. Where a side has one
+seed only, the verdict says so and rests on the difference alone. Of a claim about many settings it counts at how many of
+them the means over seeds show it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from common.tables import Row, grouped
+from .rows import Row, grouped, numbers
 
 #: What a setting that is "as good" as another may lose: BLEU.
 MARGIN = 0.3
@@ -46,16 +47,27 @@ class Finding:
         return self.verdict.startswith(("found", "same direction"))
 
 
+def found(holds: bool, reservation: str = "") -> str:
+    """The verdict on what is plainly so or not, e.g. *not found (one seed)*."""
+    return ("found" if holds else "not found") + (f" ({reservation})" if reservation else "")
+
+
 def judge(better: Sequence[float], worse: Sequence[float], margin: float = 0.0) -> tuple[float, str]:
     """Difference of two means, and what it says about the claim that it is positive (or, with a margin, not below it)."""
     gap = statistics.fmean(better) - statistics.fmean(worse)
     above = gap >= -margin if margin else gap > 0
     if min(len(better), len(worse)) == 1:
-        return gap, "found (one seed)" if above else "not found (one seed)"
+        return gap, found(above, "one seed")
     error = math.sqrt(sum(statistics.variance(side) / len(side) for side in (better, worse)))
     if above:
         return gap, "found" if margin or gap > 2 * error else "same direction"
     return gap, "opposite" if gap < -2 * error else "not found"
+
+
+def judge_settings(gaps: Sequence[float], margin: float) -> tuple[int, str]:
+    """At how many settings a difference is at least ``-margin`` (above 0 without one), and what that says of the claim."""
+    shown = sum(gap >= -margin if margin else gap > 0 for gap in gaps)
+    return shown, "found" if shown == len(gaps) else "not found" if shown < len(gaps) / 2 else "found in part"
 
 
 def compare(
@@ -72,13 +84,12 @@ def compare(
     groups = grouped(rows, "output_alpha", "attention")
     if not (groups.get(better) and groups.get(worse)):
         return []
-    ours, theirs = ([float(row[name]) for row in groups[key]] for key in (better, worse))
+    ours, theirs = (numbers(groups[key], name) for key in (better, worse))
     gap, verdict = judge(ours, theirs, margin)
-    here = f"{gap:+.2f} {unit}: {mean(ours)} against {mean(theirs)}"
-    return [Finding(claim, paper, here, verdict)]
+    return [Finding(claim, paper, f"{gap:+.2f} {unit}: {seeds(ours)} against {seeds(theirs)}", verdict)]
 
 
-def mean(values: Sequence[float], unit: str = "") -> str:
+def seeds(values: Sequence[float], unit: str = "") -> str:
     """A mean, with the number of seeds behind it where there are several."""
     many = f" ({len(values)} seeds)" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{unit}{many}"

@@ -1,29 +1,23 @@
 """What the heads of the trained models do: the tables in recipes/results/head_analysis and head_analysis_inflection.
 
-    python recipes/head_evidence.py translation        # softmax, 1.5 and learned alpha, all with a softmax output
-    python recipes/head_evidence.py inflection         # the same attention, output alpha 1.5, three seeds
-
-The models are those that `recipes/evidence.py` trains from recipes/configs/evidence.yaml, in the folder it trains them in. The
-text is written beside the report, so that `hf-entmax analyze MODEL --data TEXT` sees the same.
+The models are those that the jobs train, in the folder where they train them: of translation softmax, 1.5 and learned alpha,
+all with a softmax output, of inflection the same attention with output alpha 1.5 and three seeds. The text is written beside
+the report, so that `hf-entmax analyze MODEL --data TEXT` sees the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import inflection
-from common.data import find, read_pairs, read_rows
-from evidence import ROOT, Job, read_jobs
 from hf_entmax.analysis import plots
 from hf_entmax.analysis.analyze import analyze
+from hf_entmax.analysis.tables_reader import find, languages_of, read_pairs, read_rows
+
+from .jobs import Job
 
 ATTENTION = ("softmax", "1.5", "learned")
 
@@ -64,9 +58,13 @@ def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tu
 
 def words(count: int = 100) -> list[tuple[str, str]]:
     """The first dev words of each of the twelve languages: language, tags and lemma; the form."""
-    settings = inflection.Settings()
-    chosen = inflection.first_of_each(inflection.read_words(settings, "dev"), count)
-    return [(word.source, word.form) for word in chosen]
+    files = "morph/typology12/{language}/dev.tsv.gz"
+    found = []
+    for language in languages_of(files):
+        for lemma, form, tags in read_rows(files.format(language=language), ("lemma", "form", "tags"))[:count]:
+            # As recipes/inflection.py writes its questions.
+            found.append((f"<{language}>" + "".join(f"<{tag}>" for tag in tags.split(";")) + lemma, form))
+    return found
 
 
 def gold() -> dict[str, Any]:
@@ -131,7 +129,7 @@ def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path
     if missing := [model for model in models if not model.is_dir()]:
         raise FileNotFoundError(
             f"there is no {', '.join(map(str, missing))}: train first, "
-            f"python recipes/evidence.py recipes/configs/evidence.yaml --only {chosen.group}."
+            f"python -m recipes.evidence run --only {chosen.group}."
         )
     pairs, options = chosen.text(), chosen.options()
     out = folder / chosen.folder
@@ -150,18 +148,3 @@ def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path
     for figure, draw in chosen.figures.items() if figures else ():
         draw(result.statistics).savefig(figures / f"{figure}.png", dpi=150)
     print(f"wrote {', '.join(TABLES)} to {results / chosen.folder}; report: {result.report}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=sorted(STUDIES))
-    parser.add_argument("--results", type=Path, default=ROOT / "recipes" / "results", help="folder of the tables")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="folder of the runs")
-    parser.add_argument("--figures", type=Path, default=ROOT / "model_cards" / "figures", help="folder of the figures")
-    args = parser.parse_args()
-    jobs = read_jobs(ROOT / "recipes" / "configs" / "evidence.yaml")
-    study(args.study, jobs, args.results, args.folder, args.figures)
-
-
-if __name__ == "__main__":
-    main()

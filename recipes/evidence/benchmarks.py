@@ -1,41 +1,26 @@
-"""Write the tables of the benchmark pages from their CSV files.
-
-    python recipes/benchmarks/tables.py
+"""The tables of the benchmark pages, from their CSV files.
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->`` in `README.md` and in `recipes/benchmarks/results/README.md`;
-everything around it is left as it is. ``tests/recipes/test_benchmark_tables.py`` sees to it that pages and files agree.
+everything around it is left as it is.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+from .rows import ROOT, Rows, distinct, table
 
-Row = dict[str, str]
+FOLDER = ROOT / "recipes" / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", FOLDER / "README.md")
+
+read = Rows(FOLDER)
 _MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def read(name: str) -> list[Row]:
-    """The rows of a file in the folder of the results."""
-    with (RESULTS / name).open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def attention() -> str:
     """Every case of the attention benchmark that has a limit, with what was measured."""
-    rows = read("targets-cpu.csv")
+    rows = read("targets-cpu")
     density = {row["case"]: row["density"] for row in rows if row["density"]}
     cells = []
     for row in rows:
@@ -59,7 +44,7 @@ def attention() -> str:
 def _losses(name: str, implementation: str, mode: str) -> str:
     """Ratios by alpha and kind of logits."""
     rows = [row for row in read(name) if row["implementation"].startswith(implementation) and row["mode"] == mode]
-    kinds = list(dict.fromkeys(row["case"] for row in rows))
+    kinds = distinct(rows, "case")
     found = {(float(row["implementation"].partition("=")[2]), row["case"]): row for row in rows}
     alphas = sorted({alpha for alpha, _ in found}, reverse=True)
 
@@ -75,10 +60,10 @@ def _losses(name: str, implementation: str, mode: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
-    "losses": lambda: _losses("losses-cpu.csv", "entmax_loss", "forward+backward"),
-    "linear_time": lambda: _losses("losses-cpu.csv", "linear_entmax_loss", "forward+backward"),
-    "linear_memory": lambda: _losses("losses-cpu.csv", "linear_entmax_loss", "memory"),
-    "small_losses": lambda: _losses("losses-small-cpu.csv", "entmax_loss", "forward+backward"),
+    "losses": lambda: _losses("losses-cpu", "entmax_loss", "forward+backward"),
+    "linear_time": lambda: _losses("losses-cpu", "linear_entmax_loss", "forward+backward"),
+    "linear_memory": lambda: _losses("losses-cpu", "linear_entmax_loss", "memory"),
+    "small_losses": lambda: _losses("losses-small-cpu", "entmax_loss", "forward+backward"),
 }
 
 
@@ -89,13 +74,3 @@ def filled(text: str) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
 
     return _MARKED.sub(replace, text)
-
-
-def main() -> None:
-    for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"wrote {page}")
-
-
-if __name__ == "__main__":
-    main()

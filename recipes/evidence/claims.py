@@ -1,0 +1,248 @@
+"""Do the papers' findings hold here? Each claim, the paper's figure, ours from the rows, and a verdict by one rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import yaml
+
+from . import claims_heads
+from .judging import MARGIN, SOFTMAX, Finding, compare, found
+from .rows import ROOT, SITES, Row, Rows, grouped, mean, numbers, pick, table
+
+#: Peters et al. 2019, table 1, medium setting: mean accuracy and that of ensembles, by output and attention alpha.
+MORPHOLOGY_PAPER = {
+    ("1.0", "softmax"): (82.55, 85.68),
+    ("1.0", "1.5"): (83.20, 85.63),
+    ("1.0", "2.0"): (83.13, 85.65),
+    ("1.5", "softmax"): (84.88, 86.38),
+    ("1.5", "1.5"): (84.93, 86.55),
+    ("1.5", "2.0"): (84.93, 86.59),
+    ("2.0", "softmax"): (84.95, 86.41),
+    ("2.0", "1.5"): (85.03, 86.61),
+    ("2.0", "2.0"): (84.96, 86.47),
+}
+
+
+def morphology(rows: Rows) -> list[Finding]:
+    """Peters et al., table 1: sparse outputs and sparse attention inflect better."""
+    findings = []
+    for group in ("inflection", "inflection_epochs"):
+        alone = rows(group, ensemble="")
+        after = f" (after {epochs(alone)} epochs)" if group == "inflection_epochs" else ""
+        for what, better in (
+            ("a sparse output (1.5) inflects better than softmax", ("1.5", "softmax")),
+            ("sparse attention (1.5) inflects better than softmax", ("1.0", "1.5")),
+            ("so do both together" if not after else "both together inflect better than softmax", ("1.5", "1.5")),
+            ("a sparsemax output inflects better than softmax", ("2.0", "softmax")),
+        ):
+            gap = MORPHOLOGY_PAPER[better][0] - MORPHOLOGY_PAPER[SOFTMAX][0]
+            claim = f"Peters et al., table 1: {what}{after}"
+            findings += compare(alone, claim, f"{gap:+.2f} %", better, SOFTMAX, "accuracy", "%")
+    return findings
+
+
+def epochs(rows: list[Row]) -> int:
+    """How long models of inflection learned: as their command says, else their configuration."""
+    for row in rows:
+        if given := re.search(r"--epochs (\d+)", row["command"]):
+            return int(given[1])
+    path = ROOT / "recipes" / "configs" / "inflection.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["epochs"]
+
+
+def ensembles(rows: Rows) -> list[Finding]:
+    """Peters et al., table 1: averaging the probabilities of three models helps, softmax most."""
+    every = rows("inflection")
+    alone = grouped(pick(every, ensemble=""), "output_alpha", "attention")
+    together = grouped([row for row in every if row["ensemble"]], "output_alpha", "attention")
+    gains = {key: float(row["accuracy"]) - mean(alone[key], "accuracy") for key, (row, *_) in together.items()}
+    if not gains:
+        return []
+    papers = [MORPHOLOGY_PAPER[key][1] - MORPHOLOGY_PAPER[key][0] for key in gains if key in MORPHOLOGY_PAPER]
+    return [
+        Finding(
+            "Peters et al., table 1: an ensemble of three is better than its members",
+            f"{min(papers):+.2f} to {max(papers):+.2f} %",
+            f"{min(gains.values()):+.2f} to {max(gains.values()):+.2f} % ({len(gains)} settings)",
+            found(min(gains.values()) > 0),
+        )
+    ]
+
+
+def certainty(rows: Rows) -> list[Finding]:
+    """Peters et al., section 5.1: how much of the output's tree a beam of 5 holds.
+
+    The models that learned for longer speak where there are as many of them.
+    """
+    both = {"ensemble": "", "output_alpha": "1.5", "attention": "1.5"}
+    usual, longer = rows("inflection", **both), rows("inflection_epochs", **both)
+    chosen = longer if len(longer) >= max(2, len(usual)) else usual
+    findings = []
+    for name, what, paper in (
+        ("exhaustive", "a beam of 5 holds every possible answer", 79.0),
+        ("single", "there is only one possible answer", 66.0),
+    ):
+        if chosen:
+            claim = f"Peters et al., section 5.1 (medium): {what}"
+            here = f"{mean(chosen, name):.1f} %" + (f" after {epochs(longer)} epochs" if chosen is longer else "")
+            verdict = "found" if mean(chosen, name) >= paper else "not found: fewer"
+            tried = _more_certain(rows, name, [] if chosen is longer else longer)
+            findings.append(Finding(claim, f"{paper:.0f} %", here, verdict, tried))
+    return findings
+
+
+def _more_certain(rows: Rows, name: str, longer: list[Row]) -> str:
+    """The same share under wider beams, after longer training, with a sparser output and with more training data."""
+    tried = [(row, f"with a beam of {row['command'].split('--beams ')[1]}") for row in rows("inflection_beams")]
+    tried += [(row, f"after {epochs([row])} epochs instead of {epochs([])}") for row in longer]
+    sparser = rows("inflection", ensemble="", output_alpha="2.0", attention="1.5")
+    tried += [(row, "with an output alpha of 2") for row in sparser]
+    german = rows("inflection_alpha", output_alpha="1.5", attention="1.5")
+    tried += [(row, "for German alone with 10,000 words to learn from") for row in german]
+    return "; ".join(f"{float(row[name]):.1f} % {what}" for row, what in tried)
+
+
+def grid(rows: Rows) -> list[Finding]:
+    """Peters et al., figure 4: which output alpha is best."""
+    by_alpha = {
+        float(row["output_alpha"]): float(row["accuracy"]) for row in rows("inflection_alpha", attention="1.5")
+    }
+    if len(by_alpha) < 8:
+        return []
+    best = max(by_alpha, key=lambda alpha: by_alpha[alpha])
+    shown = ", ".join(f"{alpha:g}: {accuracy:.1f}" for alpha, accuracy in sorted(by_alpha.items()))
+    between = [by_alpha[alpha] for alpha in (1.25, 1.33, 1.5)]
+    return [
+        Finding(
+            "Peters et al., figure 4: the best output alpha is near 1.33",
+            "1.33",
+            f"{best:g} ({shown}; one seed)",
+            found(1.25 <= best <= 1.5, "one seed"),
+        ),
+        Finding(
+            "Peters et al., figure 4: an output alpha above 2 is worse than one between",
+            "far below",
+            f"{by_alpha[2.25] - max(between):+.1f} % at 2.25",
+            found(by_alpha[2.25] < min(between), "one seed"),
+        ),
+    ]
+
+
+def translation(rows: Rows) -> list[Finding]:
+    """Table 2 of Peters et al. 2019 and table 1 of Correia et al. 2019, on other data."""
+    every = rows("translation")
+    both, fixed, learned = ("1.5", "1.5"), ("1.0", "1.5"), ("1.0", "learned")
+    findings = []
+    for claim, paper, better, worse, margin in (
+        ("Peters et al., table 2 (de-en): 1.5 for output and attention translates better than softmax",
+         "+0.47 BLEU", both, SOFTMAX, 0.0),
+        ("Correia et al., table 1 (de-en): attention with alpha 1.5 is as good as softmax",
+         "+0.04 BLEU", fixed, SOFTMAX, MARGIN),
+        ("Correia et al., table 1 (de-en): attention with learned alpha is as good as softmax",
+         "+0.11 BLEU", learned, SOFTMAX, MARGIN),
+        ("Correia et al., table 1 (de-en): learned alpha is as good as 1.5", "+0.07 BLEU", learned, fixed, MARGIN),
+    ):  # fmt: skip
+        findings += compare(every, claim, paper, better, worse, "bleu", "BLEU", margin)
+    sparse, full = (pick(every, output_alpha=output, attention=attention) for output, attention in (both, SOFTMAX))
+    if sparse and full:
+        words, all_words = mean(sparse, "output_support"), mean(full, "output_support")
+        sources, all_sources = mean(sparse, "support_cross"), mean(full, "support_cross")
+        findings.append(
+            Finding(
+                "Peters et al., table 3: most source words and nearly all target words get no weight (1.5)",
+                "5.55 of 24.25 source, 16.13 of 17,993 target words have some",
+                f"{sources:.2f} of {all_sources:.2f} source, {words:.2f} of {all_words:.0f} target words",
+                found(sources < all_sources / 2 and words < all_words / 20),
+            )
+        )
+    return findings
+
+
+def speed(rows: Rows) -> list[Finding]:
+    """Correia et al., section 4: what sparsity costs in training."""
+    findings = []
+    for kind, what, paper in (("1.5", "1.5", 0.90), ("learned", "learned alpha", 0.75)):
+        if ratios := numbers(rows("training_speed", attention=kind, output_alpha="1.0"), "time_ratio"):
+            claim = f"Correia et al., section 4: training speed with {what}, of softmax's"
+            here = f"{100 / max(ratios):.0f} to {100 / min(ratios):.0f} % (CPU)"
+            verdict = "found" if 1 / max(ratios) >= paper else "not found: slower"
+            findings.append(Finding(claim, f"{100 * paper:.0f} % (GPUs)", here, verdict))
+    return findings
+
+
+def by_lambda(rows: Rows) -> list[Row]:
+    """The runs of sparsegen-lin attention, lambda growing."""
+    return sorted(rows("translation_lambda"), key=lambda row: float(re.sub(r"[^\d.-]", "", row["mapping_options"])))
+
+
+def lambdas(rows: Rows) -> list[Finding]:
+    """Laha et al., figures 8 and 9: lambda makes attention sparser."""
+    if len(by_lambda(rows)) < 3:
+        return []
+    series = {site: numbers(by_lambda(rows), f"support_{site}") for site in SITES}
+    here = "; ".join(f"{site} {values[0]:.1f} to {values[-1]:.1f} words" for site, values in series.items())
+    shrinks = all(values == sorted(values, reverse=True) for values in series.values())
+    claim = "Laha et al., figures 8 and 9: attention becomes sparser as lambda grows"
+    return [Finding(claim, "shown", here, found(shrinks, "one seed"))]
+
+
+def conversions(rows: Rows) -> list[Finding]:
+    """Our own aim: at most 20 % of the weights left, at most 0.3 BLEU or 2 % perplexity lost."""
+    findings = []
+    for group, amount, unit, aim in (
+        ("convert_mt", "0.3 BLEU", "BLEU", 0.3),
+        ("convert_lm", "2 % perplexity", "% perplexity", 2.0),
+    ):
+        control = rows(group, attention="softmax")
+        sparse = [row for row in rows(group) if row["density"] and float(row["density"]) <= 0.2]
+        if not (control and sparse):
+            continue
+        best = min(sparse, key=lambda row: float(row["lost"]))
+        lost, paid = float(best["lost"]), price(best, control[0])
+        which = f"best of {len(sparse)} such conversions: " if len(sparse) > 1 else ""
+        against_before, against_control = (
+            f"{abs(value):.2f} {unit} {'lost' if value > 0 else 'gained'}" for value in (lost, paid)
+        )
+        here = (
+            f"{which}{100 * float(best['density']):.1f} % left; {against_before} against the model before, "
+            f"{against_control} against a softmax that was trained on for as long"
+        )
+        verdict = "found" if paid <= aim else "not found against the control" if lost <= aim else "not found"
+        claim = f"Our aim: a finished softmax model with at most 20 % of its weights left loses at most {amount}"
+        findings.append(Finding(claim, "", here, f"{verdict} (one seed)"))
+    return findings
+
+
+def price(row: Row, control: Row) -> float:
+    """What a converted model has lost against the control: BLEU, or % of its perplexity."""
+    if row["bleu"]:
+        return float(control["bleu"]) - float(row["bleu"])
+    return 100 * (float(row["perplexity"]) / float(control["perplexity"]) - 1)
+
+
+CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
+    morphology,
+    ensembles,
+    certainty,
+    grid,
+    translation,
+    claims_heads.diversity,
+    claims_heads.roles,
+    claims_heads.letters,
+    speed,
+    lambdas,
+    conversions,
+)
+
+
+def verdicts(rows: Rows) -> list[Finding]:
+    """All claims that the rows speak to."""
+    return [finding for claims in CLAIMS for finding in claims(rows)]
+
+
+def verdict_table(findings: list[Finding]) -> str:
+    """What does not hold stands out."""
+    lines = [[f.claim, f.paper, f.here, f.verdict if f.holds else f"**{f.verdict}**"] for f in findings]
+    return table(["claim", "paper", "here", "verdict"], lines)

@@ -1,0 +1,172 @@
+"""The figures of the pages of results, from the rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from hf_entmax.ops import controllable
+
+from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
+
+REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": controllable.softmax,
+    "sparsegen-lin, λ = −1": lambda z: controllable.sparsegen_lin(z, -1.0),
+    "sparsemax (λ = 0)": lambda z: controllable.sparsegen_lin(z, 0.0),
+    "sparsegen-lin, λ = 0.75": lambda z: controllable.sparsegen_lin(z, 0.75),
+    "sparsehourglass, q = 0.1": lambda z: controllable.sparsehourglass(z, 0.1),
+    "sparsehourglass, q = 0.5": lambda z: controllable.sparsehourglass(z, 0.5),
+    "sparsehourglass, q = 5": lambda z: controllable.sparsehourglass(z, 5.0),
+    "sparsegen-sq": controllable.sparsegen_sq,
+}
+
+
+def alpha_grid(rows: Rows) -> Figure | None:
+    """Figure 4 of Peters et al. 2019: accuracy by the alpha of the output, and of attention."""
+    found = rows("inflection_alpha")
+    if not found:
+        return None
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for name, other, label in (
+        ("output_alpha", "attention", "output (attention 1.5)"),
+        ("attention", "output_alpha", "attention (output 1.5)"),
+    ):
+        points = sorted((float(row[name]), float(row["accuracy"])) for row in pick(found, **{other: "1.5"}))
+        axis.plot(*zip(*points, strict=True), marker="o", label=label)
+    axis.set(xlabel="alpha", ylabel="word accuracy, %", title="German inflection, 10,000 words, one seed")
+    axis.legend()
+    return figure
+
+
+def training_time(rows: Rows) -> Figure | None:
+    """Figure 6 of Peters et al. 2019: accuracy on dev against the time of training."""
+    settings = {row["command"]: (row["attention"], row["output_alpha"]) for row in rows("inflection")}
+    # Of the latest stretch that was timed.
+    late = {(row["attention"], row["output_alpha"]): row for row in rows("training_speed", recipe="inflection")}
+    curves: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows("dev_curves", group="inflection"):
+        if row["command"] in settings:
+            curves[settings[row["command"]]][int(row["step"])].append(float(row["dev_score"]))
+    if not (late and curves):
+        return None
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axis = figure.subplots()
+    base = float(late["softmax", "1.0"]["seconds_per_step"])
+    for key in sorted(set(curves) & set(late), key=order):
+        seconds = base * float(late[key]["time_ratio"])
+        steps = sorted(curves[key])
+        means = [statistics.fmean(curves[key][step]) for step in steps]
+        seeds = max(map(len, curves[key].values()))
+        label = f"{key[1]} / {key[0]}" + (f", {seeds} seeds" if seeds > 1 else "")
+        axis.plot([step * seconds / 60 for step in steps], means, label=label)
+    axis.set(xlabel="training time, minutes of one core", ylabel="dev accuracy (greedy), %")
+    axis.set_title("Inflection, 12 languages: output / attention alpha")
+    axis.legend(fontsize="small")
+    return figure
+
+
+def conversion(rows: Rows) -> Figure | None:
+    """Quality against density, evaluation by evaluation, while finished softmax models become sparse."""
+    known = (("convert_lm", "perplexity", "perplexity (dev)"), ("convert_mt", "bleu", "BLEU (200 dev sentences)"))
+    groups = [group for group in known if rows(group[0]) and rows(f"{group[0]}_curve")]
+    if not groups:
+        return None
+    figure = Figure(figsize=(5.0 * len(groups), 3.6), layout="constrained")
+    for axis, (group, measure, what) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+        runs = {row["command"]: row for row in rows(group)}
+        curves = grouped(rows(f"{group}_curve"), "command")
+        for (command,), points in curves.items():
+            if command not in runs or runs[command]["attention"] == "softmax":
+                continue
+            found = [(100 * float(row["density"]), float(row[measure])) for row in pick(points, stage="training")]
+            axis.plot(*zip(*found, strict=True), marker=".", label=conversion_name(runs[command]))
+        if control := pick(runs.values(), attention="softmax"):
+            last = float(curves[control[0]["command"],][-1][measure])
+            axis.axhline(last, color="grey", linestyle=":", label="softmax control, at its end")
+        axis.invert_xaxis()
+        axis.set(xlabel="nonzero attention weights, %", ylabel=what)
+        axis.legend(fontsize="small")
+    return figure
+
+
+def conversion_name(row: Row) -> str:
+    """Attention, schedule and what pushed it."""
+    parts = [row["attention"], row["schedule"]]
+    if row["density_target"] not in ("", "None"):
+        parts.append(f"target {100 * float(row['density_target']):g} %")
+    if float(row["distill_logits"]):
+        parts.append("distilled")
+    return ", ".join(parts)
+
+
+def regions(rows: Rows | None = None) -> Figure:
+    """Figures 1 to 3 of Laha et al. 2018: the first probability over the plane of two scores.
+
+    Black lines bound the region where both entries are nonzero.
+    """
+    axis = torch.linspace(-2, 2, 401)
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    image = None
+    for axes, (name, mapping) in zip(
+        figure.subplots(2, 4, sharex=True, sharey=True).flat, REGIONS.items(), strict=True
+    ):
+        probs = mapping(grid)
+        image = axes.imshow(probs[..., 0], origin="lower", extent=(-2, 2, -2, 2), cmap="RdBu_r", vmin=0, vmax=1)
+        dense = ((probs > 0).sum(-1) == 2).float()
+        if bool((dense == 0).any()):
+            axes.contour(axis, axis, dense, levels=[0.5], colors="black", linewidths=1)
+        axes.set_title(name, fontsize=9)
+    figure.supxlabel("$z_1$")
+    figure.supylabel("$z_2$")
+    figure.colorbar(image, ax=figure.axes, label="$p_1$")  # type: ignore[arg-type]
+    return figure
+
+
+def synthetic(rows: Rows) -> Figure | None:
+    """Figures 4 to 6 of Laha et al. 2018: scores of every method along the three axes of the synthetic study."""
+    found = rows("multilabel/synthetic")
+    if not found:
+        return None
+    panels = {"mean_labels": "mean number of labels", "label_range": "range of labels r", "length": "document length"}
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    grid = figure.subplots(2, 3, sharey="row")
+    for column, (dataset, label) in enumerate(panels.items()):
+        for line, metric in enumerate(("micro_f1", "jsd")):
+            axes = grid[line, column]
+            for method in distinct(found, "method"):
+                runs = grouped(pick(found, dataset=dataset, method=method), "setting")
+                points = sorted((float(setting), numbers(own, metric)) for (setting,), own in runs.items())
+                settings, means = [s for s, _ in points], [statistics.mean(v) for _, v in points]
+                spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+                axes.errorbar(settings, means, spreads, label=method, lw=1.2, capsize=2)
+            axes.set_xlabel(label)
+    grid[0, 0].set_ylabel("micro-F1")
+    grid[1, 0].set_ylabel("Jensen-Shannon divergence (nats)")
+    grid[0, 0].legend(fontsize=7)
+    return figure
+
+
+#: Figures and their resolution, by file name.
+DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
+    "inflection_alpha": (alpha_grid, 150),
+    "inflection_time": (training_time, 150),
+    "conversion": (conversion, 150),
+    "controllable_regions": (regions, 90),
+    "multilabel_synthetic": (synthetic, 90),
+}
+
+
+def draw_all(results: Path = RESULTS, folder: Path = CARDS / "figures") -> None:
+    """Draw what there are rows for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (draw, dpi) in DRAWN.items():
+        if (figure := draw(Rows(results))) is not None:
+            figure.savefig(folder / f"{name}.png", dpi=dpi)
+            print(f"wrote {folder / name}.png")

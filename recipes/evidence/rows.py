@@ -1,0 +1,121 @@
+"""Rows of results, and Markdown tables of them."""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "recipes" / "results"
+CARDS = ROOT / "model_cards"
+
+Row = dict[str, str]
+
+SITES = ("encoder_self", "cross", "decoder_self")
+
+
+class Rows:
+    """The CSV files of a folder, by group.
+
+    Args:
+        folder: of the files, default those of this repository.
+    """
+
+    def __init__(self, folder: Path = RESULTS) -> None:
+        self.folder = folder
+
+    def __call__(self, group: str, **wanted: object) -> list[Row]:
+        """The rows of a group with these values; none where it has not been run."""
+        path = self.folder / f"{group}.csv"
+        if not path.exists():
+            return []
+        with path.open(newline="", encoding="utf-8") as lines:
+            return pick(csv.DictReader(lines), **wanted)
+
+
+def pick(rows: Iterable[Row], **wanted: object) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row[name] == str(value) for name, value in wanted.items())]
+
+
+def distinct(rows: Iterable[Row], name: str) -> list[str]:
+    """The values of a column, in order of first appearance."""
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+    """Rows that agree in some columns, in order of first appearance."""
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    return groups
+
+
+def numbers(rows: Iterable[Row], name: str, factor: float = 1.0) -> list[float]:
+    """A column."""
+    return [factor * float(row[name]) for row in rows]
+
+
+def mean(rows: Iterable[Row], name: str) -> float:
+    """Of a column."""
+    return statistics.mean(numbers(rows, name))
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Mean and, of several, the sample standard deviation."""
+    found = f"{statistics.fmean(values):.{digits}f}"
+    return found if len(values) == 1 else f"{found} ± {statistics.stdev(values):.{digits}f}"
+
+
+def column(rows: Sequence[Row], name: str, digits: int = 2, factor: float = 1.0) -> str:
+    """Mean and spread of a column; empty where a row has no number there."""
+    return spread(numbers(rows, name, factor), digits) if rows and all(row.get(name) for row in rows) else ""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(str, cells)) + " |\n" for cells in lines)
+
+
+def settings_table(rows: Sequence[Row], columns: Mapping[str, tuple[str | int | float, ...]]) -> str:
+    """A line for every output and attention alpha.
+
+    Args:
+        rows: of all seeds.
+        columns: by title, what `column` takes after the rows.
+    """
+    groups = grouped(rows, "attention", "output_alpha")
+    lines = [
+        [f"{key[1]} / {key[0]}", len(groups[key]), *(column(groups[key], *chosen) for chosen in columns.values())]  # type: ignore[arg-type]
+        for key in sorted(groups, key=order)
+    ]
+    return table(["output / attention alpha", "seeds", *(title.strip() for title in columns)], lines)
+
+
+def order(key: tuple[str, ...]) -> tuple[float, float, str]:
+    """By output, then attention: softmax, fixed, learned."""
+    attention, output = key[0], float(key[1])
+    place = 1.0 if attention == "softmax" else float(attention) if re.fullmatch(r"[\d.]+", attention) else 9.0
+    return output, place, "".join(key[2:])
+
+
+def machines(rows: Sequence[Row], *names: str) -> str:
+    """Hardware and versions behind some rows."""
+    return "; ".join(sorted({"; ".join(row[name] for name in (*names, "hardware", "versions")) for row in rows}))
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """The commands, seeds left open, the hardware and the hours."""
+    commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
+    hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
+    runs = f"{len(rows)} runs" if len(rows) > 1 else "One run"
+    lines = "\n".join(f"    {command}" for command in commands)
+    return (
+        f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n"
+        f"{runs}, {hours:.1f} hours of training beside other work on the same two cores. {machines(rows)}.\n"
+    )
