@@ -20,7 +20,6 @@ texts alike, macro-F1 all classes. Texts of the test set that occur in the train
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common.batches import Batches
-from common.data import evenly, read_rows
+from common.batches import Batches, evenly
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
+from hf_entmax.analysis.reading.tables import read_rows
 from hf_entmax.ops import entmax
 
 Texts = list[tuple[str, str]]

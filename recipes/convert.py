@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,6 @@ from transformers import (
     DataCollatorForSeq2Seq,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import hf_entmax
 import language_modeling as lm
 import translation as mt
@@ -50,7 +47,6 @@ from common.batches import Batches
 from common.blocks import check_sizes, collate, prepare, read_splits
 from common.conversion import Conversion, inner
 from common.curves import STAGES, curve, shared_curve, write_curve
-from common.data import read_pairs
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length
@@ -58,6 +54,7 @@ from common.run import Run, check_model
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
+from hf_entmax.analysis.reading.tables import read_pairs
 from hf_entmax.training import AlphaSchedule, DensityTarget
 
 SITES = ("encoder_self", "cross", "decoder_self")

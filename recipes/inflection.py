@@ -18,10 +18,8 @@ languages. The test set is searched with a beam that keeps account of what it dr
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,16 +35,14 @@ from transformers import (
 )
 from transformers import DataCollatorForSeq2Seq as Collator
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from common.batches import Batches
-from common.data import find, name_of, read_lists
-from common.finish import check_finish, finish
+from common.finish import check_finish, finish, name_of
 from common.heads import head_statistics
 from common.outputs import output_support
 from common.run import Run, check_model
 from common.settings import RunSettings, option, parse
 from common.training import Training, kind_of, make_sparse
+from hf_entmax.analysis.reading.tables import find, read_lists
 from hf_entmax.generation import beam_search
 
 FIELDS = (

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +36,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
-from common.batches import Batches
+from common.batches import Batches, evenly
 from common.blocks import Block, check_sizes, collate, prepare, read_splits
-from common.data import evenly
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length

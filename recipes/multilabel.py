@@ -4,7 +4,7 @@
     python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
     accelerate launch recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
     python recipes/multilabel.py --smoke
-    python recipes/multilabel_figures.py                        # figures and tables of what has been run
+    python -m recipes.evidence page                             # the pages of what has been run
 
 Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' steps=500``. Runs are appended to
 the CSV file ``--out`` as they finish; started again, the recipe goes on where it stopped.
@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +28,10 @@ import torch
 import yaml
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from common.multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
+from common.multilabel_scores import MultilabelResults, f1, score
+from common.multilabel_text import TextConfig, run_text
 from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
-from multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
-from multilabel_results import Results, f1_scores, score
 
 METHODS = (
     "softmax+log",
@@ -200,7 +198,7 @@ def tune_and_test(
         truth = train.labels[rows]
         for threshold, (i, l2) in itertools.product(thresholds, enumerate(config.l2)):
             predicted = multilabel_predict(pooled[i], mapping, threshold=threshold)
-            micro = float(f1_scores(predicted[:, :n_scored], truth[:, :n_scored])[0])
+            micro = f1(predicted[:, :n_scored], truth[:, :n_scored])
             if micro > best[0]:
                 best = micro, {"mapping": mapping, "l2": l2, "threshold": threshold}
     validation, chosen = best
@@ -229,14 +227,13 @@ def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[st
                 key = {"dataset": name, "setting": setting, "seed": seed, "empty_rows": empty}
                 yield key, lambda name=name: read_mulan(data_dir, name)
         return
-    axes = [
-        *(
-            ("mean_labels", mu, tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10), mu, 2000)
-            for mu in config.mean_labels
-        ),
-        *(("label_range", r, tuple(range(5 - r, 5 + r + 1)), 5, 2000) for r in config.label_ranges),
-        *(("length", length, None, 5, length) for length in config.lengths),
-    ]
+    axes: list[tuple[str, int, tuple[int, ...] | None, int, int]] = []
+    for mu in config.mean_labels:
+        axes.append(("mean_labels", mu, tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10), mu, 2000))
+    for spread in config.label_ranges:
+        axes.append(("label_range", spread, tuple(range(5 - spread, 5 + spread + 1)), 5, 2000))
+    for length in config.lengths:
+        axes.append(("length", length, None, 5, length))
     for (axis, setting, counts, mean, length), seed in itertools.product(axes, config.seeds):
 
         def make(counts: Any = counts, mean: int = mean, length: int = length, seed: int = seed) -> tuple[Split, Split]:
@@ -248,7 +245,7 @@ def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[st
         yield {"dataset": axis, "setting": setting, "seed": seed, "empty_rows": "ignore"}, make
 
 
-def run_linear(config: LinearConfig, data_dir: Path, results: Results) -> None:
+def run_linear(config: LinearConfig, data_dir: Path, results: MultilabelResults) -> None:
     """All runs of a linear study that the results do not hold yet."""
     for key, make in linear_tasks(config, data_dir):
         todo = [m for m in config.methods if not results.has(study=config.study, method=m, **key)]
@@ -304,8 +301,6 @@ def build_config(values: dict[str, Any]) -> Any:
     Raises:
         ValueError: for keys that the study does not have.
     """
-    from multilabel_text import TextConfig
-
     kind = TextConfig if values.get("study") == "text" else LinearConfig
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := sorted(set(values) - set(known)):
@@ -336,8 +331,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.smoke == (options.config is not None):
         parser.error("give either --config or --smoke.")
-    from multilabel_text import TextConfig, run_text
-
     plans = (
         [smoke_config("synthetic"), smoke_config("text")]
         if options.smoke
@@ -348,13 +341,13 @@ def main(arguments: list[str] | None = None) -> None:
             config = build_config({**plan, **({} if options.smoke else overrides(options.overrides))})
         except (TypeError, ValueError) as error:
             parser.error(str(error))
-        folder = Path("smoke") if options.smoke else Path(__file__).parent / "results" / "multilabel"
-        out = options.out or folder / f"{config.study}.csv"
+        folder = Path("smoke") if options.smoke else Path(__file__).parent / "results"
+        out = options.out or folder / "multilabel" / f"{config.study}.csv"
         data_dir = options.data_dir or default_data_dir()
         if isinstance(config, TextConfig):
-            run_text(config, data_dir, Results(out))
+            run_text(config, data_dir, MultilabelResults(out))
         else:
-            run_linear(config, data_dir, Results(out))
+            run_linear(config, data_dir, MultilabelResults(out))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ a summariser has to beat.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,17 +27,15 @@ from rouge_score.rouge_scorer import RougeScorer
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import translation
 from common.batches import Batches
-from common.data import name_of, read_lists
-from common.finish import check_finish, finish
+from common.finish import check_finish, finish, name_of
 from common.heads import head_statistics
 from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
+from hf_entmax.analysis.reading.tables import read_lists
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 FIELDS = (

@@ -1,7 +1,7 @@
 """Training speed of a recipe's settings: models of all settings trained side by side, a few steps of each in turn.
 
-    python recipes/benchmarks/training_speed.py translation --config recipes/configs/translation_multi30k.yaml
-    python recipes/benchmarks/training_speed.py inflection --config recipes/configs/inflection.yaml --steps 400
+    python recipes/training_speed.py translation --config recipes/configs/translation_multi30k.yaml
+    python recipes/training_speed.py inflection --config recipes/configs/inflection.yaml --steps 400
 
 All models start alike, see the same batches in the same order and do the whole step of the recipe (forward, backward,
 clipping, AdamW). On a CPU the clock is the processor time of this process: other programs on the machine disturb it far less
@@ -24,8 +24,6 @@ import torch
 from accelerate.utils import set_seed
 from transformers import DataCollatorForSeq2Seq
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import inflection
 import translation
 from common.batches import Batches
@@ -34,7 +32,7 @@ from common.run import Run
 from common.settings import parse
 from common.training import Training, count_tokens, make_sparse
 
-RESULTS = Path(__file__).parents[1] / "results" / "training_speed.csv"
+RESULTS = Path(__file__).parent / "results" / "training_speed.csv"
 FIELDS = (
     *("recipe", "attention", "output_alpha", "from_step", "to_step", "seconds_per_step", "tokens_per_second"),
     *("time_ratio", "time_ratio_20", "time_ratio_80", "loss", "clock", "command", "hardware", "versions"),
@@ -163,7 +161,7 @@ def main() -> None:
                 loss=f"{statistics.mean(loss[first:last]):.3f}",
                 clock="wall, GPU" if torch.cuda.is_available() else "CPU time",
                 command=shlex.join(
-                    ["python", "recipes/benchmarks/training_speed.py", args.recipe, "--steps", str(args.steps), *rest]
+                    ["python", "recipes/training_speed.py", args.recipe, "--steps", str(args.steps), *rest]
                 ),
                 hardware=hardware(),
                 versions=versions("accelerate"),

@@ -18,7 +18,6 @@ or T5-shaped model. BLEU and chrF are sacrebleu's, on ``generate()`` with a beam
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,15 @@ from transformers import (
     T5Config,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from common.batches import Batches
-from common.data import name_of, read_pairs
-from common.finish import check_finish, finish
+from common.finish import check_finish, finish, name_of
 from common.heads import head_statistics
 from common.outputs import output_support
 from common.pretrained import check_length
 from common.run import Run
 from common.settings import RunSettings, option, parse
 from common.training import Training, make_sparse
+from hf_entmax.analysis.reading.tables import read_pairs
 from hf_entmax.generation import beam_search
 
 Pairs = list[tuple[str, str]]

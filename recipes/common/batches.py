@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 #: So many batches are drawn at random and then sorted by length, before their own order is drawn.
 POOL = 50
+
+ItemT = TypeVar("ItemT")
+
+
+def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
+    """So many items, from all over a sequence; all of them if there are fewer."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 class Batches:

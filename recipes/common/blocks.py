@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.data import read_text
+from hf_entmax.analysis.reading.tables import read_text
 
 Block = dict[str, list[int]]
 

@@ -12,11 +12,21 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from common.results import Results, command, hardware, versions
 from common.run import Run, write_atomically
 from common.settings import RunSettings
+from hf_entmax.analysis.reading.tables import HUB
 from hf_entmax.integration.card import MARKER
 
 #: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
 #: out.
 PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
+
+
+def name_of(where: str) -> str:
+    """What a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
+    if where.startswith(HUB):
+        return where.removeprefix(HUB).partition("@")[0].partition("#")[0]
+    fixed = where.partition("{")[0]
+    folder = Path(fixed) if fixed.endswith("/") else Path(fixed).parent
+    return folder.name or Path(where).name.partition(".")[0]
 
 
 def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:

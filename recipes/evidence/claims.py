@@ -106,9 +106,7 @@ def _more_certain(rows: Rows, name: str, longer: list[Row]) -> str:
 
 def grid(rows: Rows) -> list[Finding]:
     """Peters et al., figure 4: which output alpha is best."""
-    by_alpha = {
-        float(row["output_alpha"]): float(row["accuracy"]) for row in rows("inflection_alpha", attention="1.5")
-    }
+    by_alpha = {float(row["output_alpha"]): float(row["accuracy"]) for row in rows("inflection_alpha", attention="1.5")}
     if len(by_alpha) < 8:
         return []
     best = max(by_alpha, key=lambda alpha: by_alpha[alpha])

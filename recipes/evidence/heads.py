@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_entmax.analysis import plots
 from hf_entmax.analysis.analyze import analyze
-from hf_entmax.analysis.tables_reader import find, languages_of, read_pairs, read_rows
+from hf_entmax.analysis.reading.tables import find, languages_of, read_pairs, read_rows
 
 from .jobs import Job
 

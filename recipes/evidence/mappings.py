@@ -79,7 +79,9 @@ def claims(rows: list[Row]) -> str:
         gaps: dict[str, list[float]] = {}
         for axis in AXES:
             ones, others = (grouped(pick(rows, dataset=axis, method=m), "setting") for m in (first, second))
-            both = [(mean(ones[setting], metric), mean(others[setting], metric)) for setting in ones if setting in others]
+            both = [
+                (mean(ones[setting], metric), mean(others[setting], metric)) for setting in ones if setting in others
+            ]
             gaps[axis] = [two - one if metric == "jsd" else one - two for one, two in both]
         if every := [gap for own in gaps.values() for gap in own]:
             counts = [f"{judge_settings(own, margin)[0]} of {len(own)}" for own in gaps.values()]

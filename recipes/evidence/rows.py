@@ -28,7 +28,7 @@ class Rows:
     def __init__(self, folder: Path = RESULTS) -> None:
         self.folder = folder
 
-    def __call__(self, group: str, **wanted: object) -> list[Row]:
+    def __call__(self, group: str, /, **wanted: object) -> list[Row]:
         """The rows of a group with these values; none where it has not been run."""
         path = self.folder / f"{group}.csv"
         if not path.exists():
@@ -37,7 +37,7 @@ class Rows:
             return pick(csv.DictReader(lines), **wanted)
 
 
-def pick(rows: Iterable[Row], **wanted: object) -> list[Row]:
+def pick(rows: Iterable[Row], /, **wanted: object) -> list[Row]:
     """The rows with these values."""
     return [row for row in rows if all(row[name] == str(value) for name, value in wanted.items())]
 

@@ -116,9 +116,7 @@ def best_heads(rows: Rows) -> str:
         for model in models:
             found = [row for row in pick(heads, model=model) if row.get(name)]
             row = choose(found, key=lambda row, name=name: float(row[name])) if found else None
-            cells.append(
-                f"{100 * float(row[name]):.1f} ({row['site']} {row['layer']}.{row['head']})" if row else ""
-            )
+            cells.append(f"{100 * float(row[name]):.1f} ({row['site']} {row['layer']}.{row['head']})" if row else "")
         lines.append(cells)
     return table(["best head for, %", *models], lines)
 

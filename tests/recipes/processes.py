@@ -10,14 +10,11 @@ import importlib
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 from common.run import Run
 from common.settings import parse

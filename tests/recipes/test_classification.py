@@ -2,18 +2,14 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import classification  # noqa: E402
-from common.settings import parse  # noqa: E402
+import classification
+from common.settings import parse
 
 STEMS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal", "hem", "bis"]
 ENDINGS = {"upper": "ita", "lower": "oven", "middle": "esk"}

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+from common import results
+from common.batches import POOL, Batches, evenly
+from common.finish import name_of
+from common.settings import RunSettings, option, parse
+from hf_entmax.analysis.reading import tables as data
 
-from common import data, results  # noqa: E402
-from common.batches import POOL, Batches  # noqa: E402
-from common.settings import RunSettings, option, parse  # noqa: E402
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @dataclasses.dataclass
@@ -192,13 +193,13 @@ class TestData:
             "train.tsv.gz": "train",
             "/data/wiki/all.tsv": "wiki",
         }
-        assert {where: data.name_of(where) for where in names} == names
+        assert {where: name_of(where) for where in names} == names
 
     def test_evenly(self):
-        assert data.evenly(range(10), 4) == [0, 2, 5, 7]
-        assert data.evenly("abc", 5) == ["a", "b", "c"] and data.evenly([], 3) == []
+        assert evenly(range(10), 4) == [0, 2, 5, 7]
+        assert evenly("abc", 5) == ["a", "b", "c"] and evenly([], 3) == []
         # 58 sorted groups of 1,000: none may be missing.
-        assert {place // 1000 for place in data.evenly(range(58_000), 10_000)} == set(range(58))
+        assert {place // 1000 for place in evenly(range(58_000), 10_000)} == set(range(58))
 
     def test_json_lines(self, tmp_path):
         path = self.write(tmp_path, "a.jsonl", '{"source": ["One.", " Two."], "target": ["x", "y"], "n": 3}\n')

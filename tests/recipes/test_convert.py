@@ -15,15 +15,14 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+import convert
+import language_modeling
+import translation
+from common.settings import parse
+from hf_entmax import alphas, is_patched
+from hf_entmax.analysis.reading.tables import read_pairs, read_text
 
-import convert  # noqa: E402
-import language_modeling  # noqa: E402
-import translation  # noqa: E402
-from common.data import read_pairs, read_text  # noqa: E402
-from common.settings import parse  # noqa: E402
-from hf_entmax import alphas, is_patched  # noqa: E402
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
 VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}

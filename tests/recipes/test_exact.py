@@ -14,17 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoModelForSeq2SeqLM
+
+import classification
+import convert
+import inflection
+from common.finish import check_finish
+from common.run import Run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-from transformers import AutoModelForSeq2SeqLM  # noqa: E402
-
-import classification  # noqa: E402
-import convert  # noqa: E402
-import inflection  # noqa: E402
-from common.finish import check_finish  # noqa: E402
-from common.run import Run  # noqa: E402
 
 LEMMAS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal", "hem"]
 

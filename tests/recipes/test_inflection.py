@@ -3,16 +3,14 @@
 import csv
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+import inflection
+from common.settings import parse
 
-import inflection  # noqa: E402
-from common.settings import parse  # noqa: E402
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 LEMMAS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal"]
 ENDINGS = {"upper": {"PST": "a", "PRS": "i"}, "lower": {"PST": "ot", "PRS": "et"}}

@@ -16,16 +16,15 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+import language_modeling as lm
+from common import blocks as text_blocks
+from common.run import Run
+from common.settings import parse
+from hf_entmax import patch_model
+from hf_entmax.analysis.reading.tables import read_text
+from hf_entmax.generation import sampling_metrics
 
-import language_modeling as lm  # noqa: E402
-from common import blocks as text_blocks  # noqa: E402
-from common.data import read_text  # noqa: E402
-from common.run import Run  # noqa: E402
-from common.settings import parse  # noqa: E402
-from hf_entmax import patch_model  # noqa: E402
-from hf_entmax.generation import sampling_metrics  # noqa: E402
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 SUBJECTS, VERBS, PLACES = (
     ("The cat", "A dog", "My <unk>", "The bird"),

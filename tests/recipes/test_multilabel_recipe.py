@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+import multilabel as recipe
+from common import multilabel_data as data
+from common import multilabel_scores as results
+from common import multilabel_text as text
+from recipes.evidence import __main__ as program
+from recipes.evidence import figures, mappings
+from recipes.evidence.rows import Rows
 
-data = importlib.import_module("multilabel_data")
-results = importlib.import_module("multilabel_results")
-recipe = importlib.import_module("multilabel")
-figures = importlib.import_module("multilabel_figures")
-text = importlib.import_module("multilabel_text")
+RECIPES = Path(__file__).parents[2] / "recipes"
+
 
 ARFF = """@relation demo
 @attribute height numeric
@@ -91,9 +92,13 @@ def test_scores_equal_scikit_learn():
     labels, predicted = (torch.rand(60, 7) < 0.4).float(), torch.rand(60, 7) < 0.4
     predicted[:, 6] = False
     labels[:, 6] = 0
-    micro, macro = results.f1_scores(predicted, labels)
-    assert float(micro) == pytest.approx(sklearn.f1_score(labels, predicted, average="micro"))
-    assert float(macro) == pytest.approx(sklearn.f1_score(labels, predicted, average="macro", zero_division=0))
+    assert results.f1(predicted, labels) == pytest.approx(sklearn.f1_score(labels, predicted, average="micro"))
+    macro = sklearn.f1_score(labels, predicted, average="macro", zero_division=0)
+    assert results.f1(predicted, labels, "macro") == pytest.approx(macro)
+    # By hand: 2 hits, 1 prediction too many, 1 label missed; per label 2/3, 1 and 0.
+    small = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    assert results.f1(small[0].bool(), small[1]) == pytest.approx(2 * 2 / (2 * 2 + 1))
+    assert results.f1(small[0].bool(), small[1], "macro") == pytest.approx((2 / 3 + 1 + 0) / 3)
 
 
 def test_jensen_shannon_equals_scipy():
@@ -121,8 +126,8 @@ def test_every_method_learns(method):
     test = test.rows(test.labels.sum(1) > 0)
     config = recipe.LinearConfig(study="mulan", folds=3, steps=120, l2=[1e-3, 1e-1], lams=[0.0, 0.5], qs=[0.5, 2.0])
     probs, predicted, chosen, validation = recipe.tune_and_test(train, test, method, config, 0, 4)
-    micro = float(results.f1_scores(predicted, test.labels)[0])
-    everything = float(results.f1_scores(torch.ones_like(predicted), test.labels)[0])
+    micro = results.f1(predicted, test.labels)
+    everything = results.f1(torch.ones_like(predicted), test.labels)
     assert micro > everything + 0.04
     assert 0 < validation <= 1
     assert torch.allclose(probs.sum(-1), torch.ones(len(test)), atol=1e-5)
@@ -156,15 +161,15 @@ def test_models_trained_together_do_not_touch_each_other():
 
 def test_results_resume_and_hold_no_folders(tmp_path, monkeypatch):
     path = tmp_path / "out" / "a.csv"
-    book = results.Results(path)
+    book = results.MultilabelResults(path)
     book.add(study="mulan", dataset="d", setting="", method="m", seed=0, micro_f1=0.5)
-    again = results.Results(path)
+    again = results.MultilabelResults(path)
     assert again.has(dataset="d", seed=0) and not again.has(dataset="d", seed=1)
     with pytest.raises(ValueError, match="no columns"):
         again.add(accuracy=1)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="use another file"):
-        results.Results(path)
+        results.MultilabelResults(path)
     words = ["--config", "c.yaml", "--data-dir", "/somewhere", "seeds=[0, 1]", "--out=/elsewhere"]
     monkeypatch.setattr(sys, "argv", ["somewhere/multilabel.py", *words])
     book.add(study="mulan")
@@ -177,7 +182,7 @@ def test_mulan_study_with_empty_rows(mulan, tmp_path):
         datasets=["demo"], methods=["softmax+log", "sparsehg+hinge"], seeds=[0], folds=1, steps=3, l2=[0.1], qs=[1.0],
         thresholds=[0.2], empty_rows=["ignore", "extra_label"],
     )  # fmt: skip
-    book = results.Results(tmp_path / "m.csv")
+    book = results.MultilabelResults(tmp_path / "m.csv")
     recipe.run_linear(config, mulan, book)
     # Two methods, two treatments of empty rows, all test rows and the labelled ones.
     assert len(book.rows) == 8
@@ -189,14 +194,15 @@ def test_mulan_study_with_empty_rows(mulan, tmp_path):
 def test_smoke_writes_rows_that_the_card_can_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe.main(["--smoke"])
-    rows = figures.read(tmp_path / "smoke", "synthetic")
-    assert len(rows) == 3 * len(recipe.METHODS)
-    assert len(figures.read(tmp_path / "smoke", "text")) == 5
-    figures.main(["--results", str(tmp_path / "smoke"), "--card", "card.md", "--figures", "png"])
-    card = (tmp_path / "card.md").read_text(encoding="utf-8")
+    rows = Rows(tmp_path / "smoke")
+    assert len(rows("multilabel/synthetic")) == 3 * len(recipe.METHODS)
+    assert len(rows("multilabel/text")) == 5
+    for what in ("figures", "page"):
+        program.main([what, "--results", str(tmp_path / "smoke"), "--cards", "cards"])
+    card = (tmp_path / "cards" / "controllable_mappings.md").read_text(encoding="utf-8")
     assert "| `sparsehourglass` | ✓ | ✓ |" in card and "## Synthetic documents" in card
-    assert (tmp_path / "png" / "controllable_regions.png").stat().st_size > 10_000
-    assert (tmp_path / "png" / "multilabel_synthetic.png").stat().st_size > 10_000
+    assert (tmp_path / "cards" / "figures" / "controllable_regions.png").stat().st_size > 10_000
+    assert (tmp_path / "cards" / "figures" / "multilabel_synthetic.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ class TestText:
         # A character and a label that training has not seen: the unknown id, and nothing.
         assert texts.splits["test"].features.tolist() == [[1, 3, 2]]
         assert texts.splits["test"].labels.tolist() == [[1, 0, 0]]
-        with pytest.raises(ValueError, match="column 5 is needed"):
+        with pytest.raises(ValueError, match="there is no column 5"):
             data.read_texts(files, 1, 5, None)
 
     @pytest.mark.parametrize("output", ["softmax", "sparsehourglass(q=1)"])
@@ -246,7 +252,7 @@ class TestText:
         texts = text.load(config, Path())
         best = text.train(config, texts, output, {"mapping": "sparsegen_lin", "mapping_options": {"lam": 0.5}}, 0)
         test = texts.splits["test"].labels
-        everything = float(results.f1_scores(torch.ones_like(test, dtype=torch.bool), test)[0])
+        everything = results.f1(torch.ones_like(test, dtype=torch.bool), test)
         assert best["validation"] > everything + 0.1
         assert best["attention"] < 8
 
@@ -272,16 +278,15 @@ class TestText:
 
 class TestFigures:
     def test_region_plot_outlines_the_sparse_regions(self):
-        figure = figures.region_figure()
+        figure = figures.regions()
         panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
         assert len(panels) == len(figures.REGIONS)
         outlined = {name for name, axes in panels.items() if axes.collections}
         assert "softmax" not in outlined
         assert {"sparsemax (λ = 0)", "sparsehourglass, q = 0.1"} <= outlined
 
-    def test_curves_need_results(self):
-        with pytest.raises(ValueError, match="no synthetic results"):
-            figures.curves_figure([])
+    def test_curves_need_results(self, tmp_path):
+        assert figures.synthetic(Rows(tmp_path)) is None
 
     def test_claims_are_counted_not_assumed(self):
         def rows(hinge, huber):
@@ -297,7 +302,7 @@ class TestFigures:
                 )
             ]
 
-        better, worse = figures.claims_table(rows("0.6", "0.5")), figures.claims_table(rows("0.5", "0.6"))
+        better, worse = mappings.claims(rows("0.6", "0.5")), mappings.claims(rows("0.5", "0.6"))
         assert "whose threshold is tuned | 1 of 1 | 1 of 1 | 1 of 1 | **found** |" in better
         assert "whose threshold is tuned | 0 of 1 | 0 of 1 | 0 of 1 | **not found** |" in worse
 
@@ -306,12 +311,8 @@ class TestFigures:
             "dataset": "emotions", "setting": "l2 tuned", "empty_rows": "ignore", "test_rows": "all", "method": "softmax+log",
             "micro_f1": "0.67", "macro_f1": "0.66", "jsd": "0.2", "support": "6", "n_test": "202",
         }  # fmt: skip
-        table = figures.mulan_table([row, {**row, "micro_f1": "0.65"}])
+        table = mappings.mulan([row, {**row, "micro_f1": "0.65"}])
         assert "| 0.660 ± 0.014 | 0.65 | +0.010 | 0.660 |" in table
-
-    def test_the_committed_card_is_what_the_code_generates(self):
-        path = RECIPES.parent / "model_cards" / "controllable_mappings.md"
-        assert path.read_text(encoding="utf-8") == figures.card(RECIPES / "results" / "multilabel")
 
 
 def test_committed_results_have_their_columns_and_no_duplicates():

@@ -1,8 +1,5 @@
 """What is checked of a pretrained model before it is trained on."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import (
@@ -21,8 +18,6 @@ from transformers import (
     T5Config,
     XLNetConfig,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 from common.pretrained import check_causal, check_length, longest
 

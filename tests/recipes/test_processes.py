@@ -13,10 +13,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
+from common.settings import parse
 
-from common.settings import parse  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 FILES = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
 BIN = Path(sys.executable).parent
@@ -75,9 +74,10 @@ def together(jobs, **environment):
     """Run jobs in two processes."""
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"]
     driver = str(Path(__file__).parent / "processes.py")
+    paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [*torchrun, driver, json.dumps(jobs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,17 +1,13 @@
 """The summarisation recipe, end to end on a few invented abstracts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import summarization  # noqa: E402
-from common.settings import parse  # noqa: E402
+import summarization
+from common.settings import parse
 
 THINGS = ["networks", "trees", "graphs", "kernels"]
 DEEDS = ["train", "prune", "sort", "cut"]

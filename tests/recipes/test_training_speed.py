@@ -4,17 +4,12 @@ import csv
 import json
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path[:0] = [str(RECIPES), str(RECIPES / "benchmarks")]
-
-import training_speed  # noqa: E402
-
-import inflection  # noqa: E402
-from common.settings import parse  # noqa: E402
+import inflection
+import training_speed
+from common.settings import parse
 
 
 @pytest.fixture

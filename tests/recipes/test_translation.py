@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+import translation
+from common import training
+from common.settings import parse
 
-import translation  # noqa: E402
-from common import training  # noqa: E402
-from common.settings import parse  # noqa: E402
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
 VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_entmax.analysis.reading.records import (
+    SOURCE_NAMES,
+    TARGET_NAMES,
+    dataset_records,
+    fields_of,
+    is_header,
+    json_records,
+    kind_of_file,
+    table_rows,
+)
 from hf_entmax.analysis.reading.textfiles import numbered_lines
-
-_SOURCE_NAMES = ("source", "src", "text", "sentence", "input", "document", "question", "premise", "content", "lemma")
-_TARGET_NAMES = ("target", "tgt", "output", "summary", "translation", "answer", "form")
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,10 @@ def read_data(
 ) -> list[TextRecord]:
     """Reads sentences or sentence pairs.
 
-    Files (``.gz`` too): ``.tsv`` and ``.csv`` with or without a header, ``.json`` and ``.jsonl`` with one object per line
-    (or one list), anything else as plain text, one sentence a line. Empty sentences are left out. A name that is no file
-    is taken for a data set of the Hub (or a folder that ``datasets`` can load), which is streamed.
+    Files (``.gz`` too): ``.tsv`` and ``.csv`` with or without a header (`hf_entmax.analysis.reading.records.is_header`),
+    ``.json`` and ``.jsonl`` with one object per line (or one list), ``.parquet``, anything else as plain text, one sentence a
+    line. Empty sentences are left out. A name that is no file is taken for a data set of the Hub (or a folder that
+    ``datasets`` can load), which is streamed.
 
     Args:
         data: path or Hub id.
@@ -76,39 +82,36 @@ def read_data(
 
 
 def _read_file(path: Path, source: str | None, target: str | None) -> Iterator[TextRecord]:
-    suffix = path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
-    if suffix in (".tsv", ".csv"):
-        yield from _read_columns(path, "\t" if suffix == ".tsv" else ",", source, target)
-    elif suffix in (".json", ".jsonl"):
-        yield from _read_json(path, source, target)
-    else:
+    kind = kind_of_file(path)
+    if kind in ("tsv", "csv"):
+        yield from _read_columns(path, source, target)
+    elif kind == "text":
         if source or target:
             raise ValueError(
                 f"{path}: plain text has no columns; leave out the column names, or use .tsv, .csv or .jsonl."
             )
         for _, line in numbered_lines(path):
             yield TextRecord(line.strip())
+    else:
+        records = json_records(path, lenient=True) if kind == "json" else dataset_records(str(path))
+        for place, record in records:
+            yield _from_fields(record, source, target, place)
 
 
-def _read_columns(path: Path, delimiter: str, source: str | None, target: str | None) -> Iterator[TextRecord]:
-    # Quotation marks of a TSV file are text.
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    reader = csv.reader((line + "\n" for _, line in numbered_lines(path)), delimiter=delimiter, quoting=quoting)
-    first = next(reader, None)
-    if first is None:
-        return
-    names = [name.strip().lower() for name in first]
-    known = {*_SOURCE_NAMES, *_TARGET_NAMES, *(name.lower() for name in (source, target) if name)}
-    has_header = bool(known & set(names))
-    places = _places(names if has_header else None, len(first), source, target, path)
-    rows: Iterator[list[str]] = reader if has_header else itertools.chain([first], reader)
-    for row in rows:
+def _read_columns(path: Path, source: str | None, target: str | None) -> Iterator[TextRecord]:
+    places: tuple[int, int | None] | None = None
+    for number, row in table_rows(path):
+        if places is None:
+            header = is_header(row, [name for name in (source, target) if name and not name.isdigit()])
+            names = [name.strip().lower() for name in row] if header else None
+            places = _places(names, len(row), source, target, path)
+            if header:
+                continue
         if not any(cell.strip() for cell in row):
             continue
-        if len(row) <= max(place for place in places if place is not None):
-            raise ValueError(
-                f"{path}:{reader.line_num}: {len(row)} column(s), expected at least {max(p for p in places if p is not None) + 1}."
-            )
+        least = max(place for place in places if place is not None) + 1
+        if len(row) < least:
+            raise ValueError(f"{path}:{number}: {len(row)} column(s), expected at least {least}.")
         yield TextRecord(row[places[0]].strip(), None if places[1] is None else row[places[1]].strip())
 
 
@@ -129,8 +132,8 @@ def _places(
             return names.index(name.lower())
         return next((names.index(usual_name) for usual_name in usual if names and usual_name in names), None)
 
-    first = find(source, _SOURCE_NAMES)
-    second = find(target, _TARGET_NAMES)
+    first = find(source, SOURCE_NAMES)
+    second = find(target, TARGET_NAMES)
     if first is None:
         first = 0 if second != 0 or width == 1 else 1
     if second is None and target is None and names is None and width > 1:
@@ -138,37 +141,13 @@ def _places(
     return first, None if second == first else second
 
 
-def _read_json(path: Path, source: str | None, target: str | None) -> Iterator[TextRecord]:
-    lines = ((number, line) for number, line in numbered_lines(path) if line.strip())
-    first = next(lines, None)
-    if first is None:
-        return
-    if first[1].lstrip().startswith("["):
-        try:
-            values = json.loads("\n".join(line for _, line in itertools.chain([first], lines)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{first[0] + error.lineno - 1}: not valid JSON ({error.msg}).") from error
-        for place, value in enumerate(values):
-            yield _from_fields(value, source, target, f"{path}: entry {place}")
-        return
-    for number, line in itertools.chain([first], lines):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno}).") from error
-        yield _from_fields(value, source, target, f"{path}:{number}")
-
-
 def _from_fields(value: Any, source: str | None, target: str | None, where: str) -> TextRecord:
-    """Reads one record; ``translation: {"en": ..., "de": ...}`` as in the Hub's translation sets counts as its content."""
+    """Reads one record: a string, or an object with the columns."""
     if isinstance(value, str):
         return TextRecord(value)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected an object or a string, found {type(value).__name__}.")
-    fields = dict(value)
-    nested = fields.get("translation")
+    fields = fields_of(value, where, "an object or a string")
+    nested = value.get("translation")
     if isinstance(nested, Mapping):
-        fields |= nested
         languages = list(nested)
         source = source or languages[0]
         target = target or next((language for language in languages if language != source), None)
@@ -192,8 +171,8 @@ def _from_fields(value: Any, source: str | None, target: str | None, where: str)
             return None
         return content.strip()
 
-    first = text(source, _SOURCE_NAMES, True)
-    return TextRecord(first or "", text(target, _TARGET_NAMES, False))
+    first = text(source, SOURCE_NAMES, True)
+    return TextRecord(first or "", text(target, TARGET_NAMES, False))
 
 
 def _read_hub(
@@ -204,22 +183,5 @@ def _read_hub(
     )
     if looks_like_file and not path.exists():
         raise FileNotFoundError(f"{name}: no such file.")
-    import datasets
-
-    try:
-        splits = (
-            [split]
-            if split
-            else [
-                found
-                for found in ("test", "validation", "train")
-                if found in datasets.get_dataset_split_names(name, dataset_config)
-            ]
-        )
-        if not splits:
-            raise ValueError(f"{name}: has none of the splits test, validation, train; name one.")
-        stream = datasets.load_dataset(name, dataset_config, split=splits[0], streaming=True)
-    except (FileNotFoundError, ConnectionError, OSError) as error:
-        raise FileNotFoundError(f"{name}: neither a file nor a data set that can be loaded ({error}).") from error
-    for place, value in enumerate(stream):
-        yield _from_fields(value, source, target, f"{name}, record {place}")
+    for place, record in dataset_records(name, dataset_config, split, streaming=True):
+        yield _from_fields(record, source, target, place)

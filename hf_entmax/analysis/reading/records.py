@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .textfiles import numbered_lines
+from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 #: What columns of text are usually called, and those of its target: a translation, a summary, a form.
 SOURCE_NAMES = ("source", "src", "text", "sentence", "input", "document", "question", "premise", "content", "lemma")
@@ -45,23 +45,24 @@ def table_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(f"{path}:{first}: not valid CSV ({error}).") from error
 
 
-def json_records(path: Path, blank_lines: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yields ``(place, record)`` of a file with a JSON value per line, or with one list over all lines.
+def json_records(path: Path, lenient: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields ``(place, record)`` of a file with a JSON value per line, or with one list of objects.
 
     Args:
         path: the file.
-        blank_lines: whether a line may be empty.
+        lenient: whether lines may be empty, and the list may be of strings.
 
     Raises:
         ValueError: for broken JSON, with the line.
     """
     lines = numbered_lines(path)
-    if blank_lines:
+    if lenient:
         lines = ((number, line) for number, line in lines if line.strip())
     first = next(lines, None)
     if first is None:
         return
-    if first[1].strip() == "[" or first[1].lstrip().startswith("[{"):
+    begin = first[1].replace(" ", "")
+    if begin == "[" or begin.startswith("[" if lenient else "[{"):
         try:
             values = json.loads("\n".join(line for _, line in itertools.chain([first], lines)))
         except json.JSONDecodeError as error:

@@ -1,35 +1,26 @@
-"""Reading training data strictly: a line that is not as it should be is named and stops the recipe."""
+"""Reading named columns strictly, for training: a line that is not as it should be is named, and stops the reader."""
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from hf_entmax.analysis.reading.records import (
+    dataset_records,
+    fields_of,
+    is_header,
+    json_records,
+    kind_of_file,
+    table_rows,
+)
 from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 HUB = "hub:"
 
-ItemT = TypeVar("ItemT")
-
-
-def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
-    """So many items, from all over a sequence; all of them if there are fewer."""
-    count = min(count, len(items))
-    return [items[place * len(items) // count] for place in range(count)]
-
-
-def name_of(where: str) -> str:
-    """What a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
-    if where.startswith(HUB):
-        return where.removeprefix(HUB).partition("@")[0].partition("#")[0]
-    fixed = where.partition("{")[0]
-    folder = Path(fixed) if fixed.endswith("/") else Path(fixed).parent
-    return folder.name or Path(where).name.partition(".")[0]
+Texts = tuple[str, ...]
 
 
 def find(where: str) -> Path:
@@ -49,14 +40,21 @@ def find(where: str) -> Path:
     )
 
 
-def read_rows(where: str, columns: Sequence[str], blank: bool = False) -> list[tuple[str, ...]]:
+def languages_of(where: str) -> list[str]:
+    """The folders that stand where ``{language}`` does in a path."""
+    parent = find(where.split("{language}")[0] or ".")
+    return sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+
+
+def read_rows(where: str, columns: Sequence[str], blank: bool = False) -> list[Texts]:
     """Rows of named columns.
 
     Args:
-        where: a ``.tsv``, ``.csv`` or ``.jsonl`` file (also ``.gz``), or ``hub:OWNER/NAME[#CONFIG]@SPLIT``. A table whose
-            first row names all the columns has a header. In any other, which must have just as many, the columns are taken in
-            order, and said so.
-        columns: their names; a number names a column of a table without a header, from 0.
+        where: a ``.tsv``, ``.csv`` or ``.jsonl`` file (also ``.gz``), a ``.parquet`` file, or
+            ``hub:OWNER/NAME[#CONFIG]@SPLIT`` for what ``datasets`` can load, also from a folder. A table whose first row is a
+            header (see `hf_entmax.analysis.reading.records.is_header`) must name all the columns in it. In any other, which
+            must have just as many, the columns are taken in order, and said so.
+        columns: their names; a number names a column of a table by its place, from 0.
         blank: whether a field may be empty.
 
     Returns:
@@ -79,22 +77,55 @@ def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[
     Raises:
         FileNotFoundError, ValueError: as `read_rows`.
     """
-    rows: list[tuple[list[str], ...]]
-    if where.startswith(HUB):
-        rows = list(_hub_rows(where, columns, blank))
+    if not where.startswith(HUB) and kind_of_file(path := find(where)) in ("tsv", "csv"):
+        rows = [tuple([text] for text in row) for row in _table(path, columns, blank)]
     else:
-        path = find(where)
-        name = path.name.removesuffix(".gz")
-        if name.endswith((".tsv", ".csv")):
-            table = _table_rows(path, columns, blank, _tabbed if name.endswith(".tsv") else _comma_separated)
-            rows = [tuple([text] for text in row) for row in table]
-        elif name.endswith((".jsonl", ".json")):
-            rows = list(_json_rows(path, columns, blank))
-        else:
-            raise ValueError(f"{path}: this kind of file has no columns; give .tsv, .csv or .jsonl (also .gz).")
+        rows = [_fields(record, columns, place, blank) for place, record in _records(where)]
     if not rows:
         raise ValueError(f"{where}: there is nothing in it.")
     return rows
+
+
+def read_splits(wheres: Mapping[str, str], columns: Sequence[str]) -> dict[str, list[Texts]]:
+    """The same columns of several splits, each file read once.
+
+    Args:
+        wheres: what `read_rows` reads, by split.
+        columns: as there.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`; also where two files begin with the same row, which is like no other
+            in them: a header whose names are not those asked for.
+    """
+    tables = {where: read_rows(where, columns) for where in dict.fromkeys(wheres.values())}
+    first, *others = tables
+    for other in others:
+        check_first_rows({first: tables[first], other: tables[other]}, columns)
+    return {split: tables[where] for split, where in wheres.items()}
+
+
+def check_first_rows(tables: Mapping[str, Sequence[Texts]], columns: Sequence[str]) -> None:
+    """Say that the first row of two tables looks like a header.
+
+    Args:
+        tables: two, by name.
+        columns: what was asked for; by number, nothing is guessed.
+
+    Raises:
+        ValueError: if they begin alike, go on differently, and a cell of that row stands nowhere else in its column.
+    """
+    one, two = tables.values()
+    if all(column.isdigit() for column in columns) or one[0] != two[0] or one[1:2] == two[1:2] or len(one) <= 20:
+        return
+    for place in range(len(columns)):
+        if all(sum(row[place] == table[0][place] for row in table) == 1 for table in (one, two)):
+            continue
+        return
+    names = " and ".join(tables)
+    raise ValueError(
+        f"{names} both begin with {' / '.join(one[0])}, which does not come again: it looks like a header. Name its columns "
+        f"instead of {', '.join(columns)}, or give their numbers, from 0."
+    )
 
 
 def read_pairs(where: str, source: str, target: str) -> list[tuple[str, str]]:
@@ -136,7 +167,7 @@ def read_text(where: str, column: str = "text") -> list[str]:
         ValueError: as `read_rows`, but only where there is no word at all is a blank line an error.
     """
     if where.startswith(HUB):
-        texts = (_require(record, [column], place)[column] for place, record in _hub_records(where))
+        texts = (_require(record, [column], place)[column] for place, record in _records(where))
         lines = ["" if text is None else str(text) for text in texts]
     elif Path(where).name.removesuffix(".gz").endswith(".txt"):
         lines = [line for _, line in numbered_lines(find(where))]
@@ -147,30 +178,25 @@ def read_text(where: str, column: str = "text") -> list[str]:
     return [line.rstrip("\n") for line in lines]
 
 
-def _tabbed(path: Path) -> Iterator[tuple[int, list[str]]]:
-    # Not the csv module's: in these files a quotation mark is text.
-    return ((number, line.split("\t")) for number, line in numbered_lines(path))
+def _records(where: str) -> Iterator[tuple[str, Any]]:
+    """Records with what to call them in a complaint."""
+    if not where.startswith(HUB):
+        path = find(where)
+        kind = kind_of_file(path)
+        if kind == "text":
+            raise ValueError(f"{path}: this kind of file has no columns; give .tsv, .csv or .jsonl (also .gz).")
+        return dataset_records(str(path)) if kind == "parquet" else json_records(path)
+    name, at, split = where.removeprefix(HUB).partition("@")
+    name, _, config = name.partition("#")
+    if not at or not name or not split:
+        raise ValueError(f"{where}: name a data set of the Hub as {HUB}OWNER/NAME[#CONFIG]@SPLIT.")
+    return dataset_records(name, config or None, split)
 
 
-def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the number of their first line: a quoted field may go over several."""
-    reader = csv.reader((line + "\n" for _, line in numbered_lines(path)), strict=True)
-    first = 1
-    try:
-        for cells in reader:
-            yield first, cells
-            first = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"{path}:{first}: not valid CSV ({error}).") from error
-
-
-def _table_rows(
-    path: Path, columns: Sequence[str], blank: bool, read: Callable[[Path], Iterator[tuple[int, list[str]]]]
-) -> Iterator[tuple[str, ...]]:
+def _table(path: Path, columns: Sequence[str], blank: bool) -> Iterator[Texts]:
     places: list[int] = []
     width = 0
-    for number, cells in read(path):
-        cells = cells or [""]  # so the csv module sees an empty line
+    for number, cells in table_rows(path):
         if not places:
             width = len(cells)
             places, header = _places(path, [cell.strip() for cell in cells], columns)
@@ -185,15 +211,16 @@ def _table_rows(
 
 def _places(path: Path, first: list[str], columns: Sequence[str]) -> tuple[list[int], bool]:
     """Where the columns stand, and whether the first row is a header."""
-    if set(columns) <= set(first):
-        return [first.index(column) for column in columns], True
-    if set(columns) & set(first):
-        missing = [column for column in columns if column not in first]
-        raise ValueError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(first)}.")
+    header = is_header(first, columns)
     if all(column.isdigit() for column in columns):
         if len(first) <= max(map(int, columns)):
             raise ValueError(f"{path}:1: {len(first)} column(s) {first}; there is no column {max(map(int, columns))}.")
-        return [int(column) for column in columns], False
+        return [int(column) for column in columns], header
+    if header:
+        names = [cell.lower() for cell in first]
+        if missing := [column for column in columns if column.lower() not in names]:
+            raise ValueError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(first)}.")
+        return [first.index(c) if c in first else names.index(c.lower()) for c in columns], True
     if len(first) != len(columns):
         raise ValueError(
             f"{path}:1: {len(first)} column(s) {first}; expected {', '.join(columns)}, tab-separated in a .tsv, by commas in a "
@@ -205,42 +232,8 @@ def _places(path: Path, first: list[str], columns: Sequence[str]) -> tuple[list[
     return list(range(len(columns))), False
 
 
-def _json_rows(path: Path, columns: Sequence[str], blank: bool) -> Iterator[tuple[list[str], ...]]:
-    for number, line in numbered_lines(path):
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
-        yield _fields(record, columns, where, blank)
-
-
-def _hub_rows(where: str, columns: Sequence[str], blank: bool) -> Iterator[tuple[list[str], ...]]:
-    for place, record in _hub_records(where):
-        yield _fields(record, columns, place, blank)
-
-
-def _hub_records(where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Records with what to call them in a complaint."""
-    import datasets
-
-    name, at, split = where.removeprefix(HUB).partition("@")
-    name, _, config = name.partition("#")
-    if not at or not name or not split:
-        raise ValueError(f"{where}: name a data set of the Hub as {HUB}OWNER/NAME[#CONFIG]@SPLIT.")
-    try:
-        data = datasets.load_dataset(name, config or None, split=split)
-    except (FileNotFoundError, ConnectionError, OSError) as error:
-        raise FileNotFoundError(f"{where}: the data set cannot be loaded ({error}).") from error
-    for place, record in enumerate(data):
-        yield f"{where}, record {place}", record
-
-
 def _fields(record: Any, columns: Sequence[str], where: str, blank: bool) -> tuple[list[str], ...]:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object with {', '.join(columns)}, found {type(record).__name__}.")
-    fields = record | record["translation"] if isinstance(record.get("translation"), dict) else record
-    _require(fields, columns, where)
+    fields = _require(fields_of(record, where, f"an object with {', '.join(columns)}"), columns, where)
     row = []
     for column in columns:
         value = fields[column]
@@ -256,7 +249,7 @@ def _require(record: Any, columns: Sequence[str], where: str) -> Any:
     return record
 
 
-def _complete(values: Sequence[str], columns: Sequence[str], where: str, blank: bool) -> tuple[str, ...]:
+def _complete(values: Sequence[str], columns: Sequence[str], where: str, blank: bool) -> Texts:
     row = tuple(value.strip() for value in values)
     empty = [column for column, value in zip(columns, row, strict=True) if not value]
     if empty and not blank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import gzip
 import io
@@ -13,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_entmax.analysis.reading.tables import read_rows
 
 MULAN_SOURCE = "https://github.com/tsoumakas/mulan/tree/master/data/multi-label"
 
@@ -177,7 +178,7 @@ class TextData:
 
 
 def read_texts(files: dict[str, Path], text_column: int, label_column: int, limit: int | None) -> TextData:
-    """Texts with semicolon-separated labels from TSV files, plain or gzipped, without a header.
+    """Texts with semicolon-separated labels from TSV files, plain or gzipped.
 
     Args:
         files: paths by split name; ``"train"`` fixes the characters and the labels.
@@ -188,53 +189,40 @@ def read_texts(files: dict[str, Path], text_column: int, label_column: int, limi
     Raises:
         ValueError: if a row has too few columns.
     """
-    tables: dict[str, list[tuple[str, list[str]]]] = {}
-    for split, path in files.items():
-        rows = []
-        with _open(path if path.suffix != ".gz" else path.with_suffix("")) as lines:
-            for number, row in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-                if len(row) <= max(text_column, label_column):
-                    raise ValueError(
-                        f"{path}:{number} has {len(row)} columns; column {max(text_column, label_column)} is needed."
-                    )
-                rows.append((row[text_column], row[label_column].split(";")))
-        tables[split] = rows[:limit]
-    characters = sorted({c for text, _ in tables["train"] for c in text})
-    labels = sorted({label for _, row in tables["train"] for label in row})
+    columns = (str(text_column), str(label_column))
+    tables = {
+        split: [(text, labels.split(";")) for text, labels in read_rows(str(path), columns)[:limit]]
+        for split, path in files.items()
+    }
+    return _encoded(tables, tables["train"])
+
+
+def english_verb_texts(limit: int | None = None) -> TextData:
+    """Forms of English verbs with the names of the cells they fill: a small text task that needs no download."""
+    cells = ("lemma", "third_person", "past", "past_participle", "present_participle")
+    filled: dict[str, set[str]] = {}
+    for row in read_rows(str(Path(__file__).parents[1] / "data" / "english_verbs.tsv"), cells, blank=True):
+        for cell, forms in zip(cells, row, strict=True):
+            for form in filter(None, forms.split("|")):
+                filled.setdefault(form, set()).add(cell)
+    rows = [(form, sorted(own)) for form, own in sorted(filled.items())]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
+    data = _encoded({"all": [rows[i] for i in order]}, [rows[i] for i in order])
+    parts = split_rows(data.splits["all"], (0.8, 0.1, 0.1), seed=0)
+    return dataclasses.replace(data, splits=dict(zip(("train", "validation", "test"), parts, strict=True)))
+
+
+def _encoded(tables: dict[str, list[tuple[str, list[str]]]], known: list[tuple[str, list[str]]]) -> TextData:
+    """Texts and labels as tensors; what ``known`` has not is the unknown character 2, and no label."""
+    characters = sorted({character for text, _ in known for character in text})
+    labels = sorted({label for _, own in known for label in own})
     index, place = {c: i + 3 for i, c in enumerate(characters)}, {label: i for i, label in enumerate(labels)}
     longest = max(len(text) for rows in tables.values() for text, _ in rows) + 1
     splits = {}
     for split, rows in tables.items():
         ids, targets = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), len(labels))
-        for i, (text, names) in enumerate(rows):
-            ids[i, 0] = 1
-            ids[i, 1 : len(text) + 1] = torch.tensor([index.get(c, 2) for c in text])
-            for name in names:
-                if name in place:
-                    targets[i, place[name]] = 1.0
+        for i, (text, own) in enumerate(rows):
+            ids[i, : len(text) + 1] = torch.tensor([1, *(index.get(c, 2) for c in text)])
+            targets[i, [place[label] for label in own if label in place]] = 1.0
         splits[split] = Split(ids, targets)
     return TextData(splits, characters, labels)
-
-
-def english_verb_texts(limit: int | None = None) -> TextData:
-    """Forms of English verbs with the names of the cells they fill: a small text task that needs no download."""
-    path = Path(__file__).parent / "data" / "english_verbs.tsv"
-    filled: dict[str, set[str]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines, delimiter="\t"):
-            for cell in ("lemma", "third_person", "past", "past_participle", "present_participle"):
-                for form in filter(None, row[cell].split("|")):
-                    filled.setdefault(form, set()).add(cell)
-    rows = sorted(filled.items())
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
-    rows = [rows[i] for i in order]
-    characters = sorted({c for form, _ in rows for c in form})
-    labels = sorted({cell for _, cells in rows for cell in cells})
-    longest = max(len(form) for form, _ in rows) + 1
-    ids, targets = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), len(labels))
-    for i, (form, cells) in enumerate(rows):
-        ids[i, 0] = 1
-        ids[i, 1 : len(form) + 1] = torch.tensor([characters.index(c) + 3 for c in form])
-        targets[i] = torch.tensor([float(label in cells) for label in labels])
-    parts = split_rows(Split(ids, targets), (0.8, 0.1, 0.1), seed=0)
-    return TextData(dict(zip(("train", "validation", "test"), parts, strict=True)), characters, labels)

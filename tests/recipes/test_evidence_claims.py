@@ -1,31 +1,28 @@
 """The verdicts on the papers' findings, and the figures, from rows made up for the purpose."""
 
 import csv
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-
-import findings
-import findings_heads
-import results_figures
-from common import judging, tables
+from recipes.evidence import __main__ as program
+from recipes.evidence import claims, claims_heads, figures, judging
+from recipes.evidence.page import render
+from recipes.evidence.rows import CARDS, SITES, Rows
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def rows(tmp_path):
     """A folder of results; the function writes a group's rows into it."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def write(group, *entries):
         path = tmp_path / f"{group}.csv"
+        path.parent.mkdir(exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(entries[0]))
             writer.writeheader()
             writer.writerows(entries)
 
+    write.read = Rows(tmp_path)
     return write
 
 
@@ -52,29 +49,29 @@ def test_the_rule(better, worse, margin, verdict):
 
 
 def test_nothing_is_said_without_rows(rows):
-    assert findings.section() == []
-    assert all(draw() is None for draw in results_figures.DRAWN.values())
+    assert claims.verdicts(rows.read) == []
+    assert {name for name, (draw, _) in figures.DRAWN.items() if draw(rows.read)} == {"controllable_regions"}
 
 
 def inflection(attention, output, accuracy, ensemble="", exhaustive=0.0, single=0.0):
     return {"attention": attention, "output_alpha": output, "accuracy": accuracy, "ensemble": ensemble,
-            "exhaustive": exhaustive, "single": single, **{f"js_{site}": "" for site in tables.SITES}}  # fmt: skip
+            "exhaustive": exhaustive, "single": single, "command": "", "hardware": "", "versions": "", **{f"js_{site}": "" for site in SITES}}  # fmt: skip
 
 
 def test_inflection(rows):
     rows("inflection", inflection("softmax", "1.0", 60.0), inflection("softmax", "1.5", 58.0),
          inflection("1.5", "1.5", 65.0, exhaustive=80.0, single=50.0), inflection("1.5", "1.5", 67.0, exhaustive=80.0, single=50.0),
          inflection("softmax", "1.0", 61.0, ensemble="3"))  # fmt: skip
-    sparse_output, both = findings.morphology()
+    sparse_output, both = claims.morphology(rows.read)
     assert (sparse_output.paper, sparse_output.verdict) == ("+2.33 %", "not found (one seed)")
     assert (both.here, both.holds) == ("+6.00 %: 66.00 (2 seeds) against 60.00", True)
-    (ensemble,) = findings.ensembles()
+    (ensemble,) = claims.ensembles(rows.read)
     assert (ensemble.paper, ensemble.here) == ("+3.13 to +3.13 %", "+1.00 to +1.00 % (1 settings)")
-    known, only = findings.certainty()
+    known, only = claims.certainty(rows.read)
     assert known.verdict == "found" and only.verdict == "not found: fewer"
     rows("inflection_beams", {"command": "python recipes/inflection.py --beams 20", "exhaustive": 90.0, "single": 51.0})
-    assert findings.certainty()[1].tried == "51.0 % with a beam of 20"
-    text = "\n".join(findings.section())
+    assert claims.certainty(rows.read)[1].tried == "51.0 % with a beam of 20"
+    text = render("results.md.j2", rows.read.folder)
     assert "| **not found (one seed)** |" in text  # what does not hold stands out
     assert "there is only one possible answer*: 51.0 % with a beam of 20." in text
 
@@ -82,14 +79,14 @@ def test_inflection(rows):
 def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
     def row(attention, *js):
         return {"attention": attention, "output_alpha": "1.0", "bleu": 30.0, "output_support": 9,
-                **{f"js_{site}": value for site, value in zip(tables.SITES, js, strict=True)}}  # fmt: skip
+                **{f"js_{site}": value for site, value in zip(SITES, js, strict=True)}}  # fmt: skip
 
     rows("inflection", inflection("1.5", "1.5", 60.0, ensemble="3"))
     rows("translation", row("softmax", 0.1, 0.2, 0.3), row("1.5", 0.2, 0.3, 0.4), row("learned", 0.2, 0.1, 0.4))
-    fixed, learned = findings.diversity()
+    fixed, learned = claims_heads.diversity(rows.read)
     assert fixed.here == "encoder_self 0.20 against 0.10, cross 0.30 against 0.20, decoder_self 0.40 against 0.30"
     assert fixed.holds and not learned.holds
-    assert [finding.verdict for finding in findings.translation()] == ["found (one seed)"] * 3
+    assert [finding.verdict for finding in claims.translation(rows.read)] == ["found (one seed)"] * 3
 
 
 def test_roles_need_a_head_that_plays_them(rows):
@@ -97,18 +94,17 @@ def test_roles_need_a_head_that_plays_them(rows):
         return [
             {"model": kind, "confidence_median_previous": value, "subword_merging": other, "interrogation": ""}
             | ({"interrogation": 0.1} if place else {})
-            for kind, values, others in zip(findings_heads.KINDS, previous, merging, strict=True)
+            for kind, values, others in zip(claims_heads.KINDS, previous, merging, strict=True)
             for place, (value, other) in enumerate(zip(values, others, strict=True))
         ]
 
-    (tables.RESULTS / "head_analysis").mkdir()
     rows("head_analysis/heads", *heads([(0.6, 0.1), (0.1, 0.7), (0.2, 0.8)], [(0.3, 0.1), (0.1, 0.7), (0.2, 0.2)]))
-    previous, merging, question = findings_heads.roles()
+    previous, merging, question = claims_heads.roles(rows.read)
     assert previous.here == "softmax 60.0 %, 1.5 70.0 %, learned 80.0 %" and previous.verdict == "found (one seed)"
     assert merging.verdict == "not found (one seed)"
     assert question.verdict == "not found: no such head in any model" and question.tried
     rows("head_analysis/heads", *heads([(0.6, 0.1), (0.1, 0.7), (0.2, 0.8)], [(0.3, 0.1), (0.1, 0.7), (0.2, 0.2)])[:4])
-    assert findings_heads.roles() == []  # the learned model has not been looked at
+    assert claims_heads.roles(rows.read) == []  # the learned model has not been looked at
 
 
 def test_heads_of_several_seeds(rows):
@@ -116,10 +112,9 @@ def test_heads_of_several_seeds(rows):
         return [{"model": model, "site": "decoder_self", "layer": 0, "head": place, "alpha": 1.5,
                  "confidence_median_previous": value} for place, value in enumerate([*confidences, ""])]  # fmt: skip
 
-    (tables.RESULTS / "head_analysis_inflection").mkdir()
     rows("head_analysis_inflection/heads", *head("softmax-0", 0.9, 0.1, 0.1, 0.1), *head("softmax-1", 0.7, 0.1, 0.1, 0.1),
          *head("learned-0", 0.7, 0.6, 0.6, 0.6, 0.0), *head("learned-1", 0.71, 0.6, 0.6, 0.6, 0.0))  # fmt: skip
-    surest, four = findings_heads.letters()
+    surest, four = claims_heads.letters(rows.read)
     assert surest.here == "70.50 % (2 seeds) against 80.00 % (2 seeds)" and surest.verdict == "not found"
     assert four.here == "62.62 % (2 seeds) against 27.50 % (2 seeds)" and four.verdict == "found"
 
@@ -132,20 +127,18 @@ def conversion(attention, density, lost, perplexity):
 def test_conversion_is_judged_against_the_control(rows):
     rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("1.5", 0.3, -9.9, 90.1),
          conversion("learned", 0.1, -8.0, 93.6))  # fmt: skip
-    (found,) = findings.conversions()
+    (found,) = claims.conversions(rows.read)
     assert (
         found.verdict == "not found against the control (one seed)"
     )  # 4 % above it, though 8 % below the model before
     assert "10.0 % left; 8.00 % perplexity gained against the model before, 4.00 % perplexity lost" in found.here
     rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("learned", 0.1, -9.0, 90.9))
-    assert findings.conversions()[0].verdict == "found (one seed)"
+    assert claims.conversions(rows.read)[0].verdict == "found (one seed)"
 
 
-def test_the_committed_rows_draw_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_figures, "FIGURES", tmp_path / "model_cards" / "figures")
-    results_figures.FIGURES.mkdir(parents=True)
-    results_figures.main()
-    drawn = {path.stem for path in results_figures.FIGURES.glob("*.png")}
-    assert {"inflection_time", "conversion"} <= drawn <= set(results_figures.DRAWN)
-    committed = {path.stem for path in (Path(__file__).parents[2] / "model_cards" / "figures").glob("*.png")}
+def test_the_committed_rows_draw_figures(tmp_path):
+    program.main(["figures", "--cards", str(tmp_path)])
+    drawn = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert {"inflection_time", "conversion"} <= drawn <= set(figures.DRAWN)
+    committed = {path.stem for path in (CARDS / "figures").glob("*.png")}
     assert drawn <= committed

@@ -14,11 +14,11 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
+from common.multilabel_data import Split, TextData, english_verb_texts, read_texts
+from common.multilabel_scores import MultilabelResults, f1, score
 from hf_entmax import patch_model
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.losses.multilabel import multilabel_predict, multilabel_probabilities
-from multilabel_data import Split, TextData, english_verb_texts, read_texts
-from multilabel_results import Results, f1_scores, score
 
 DENSE = ("softmax", "entmax(alpha=1)")
 
@@ -127,7 +127,7 @@ def choose_threshold(
 ) -> tuple[float, float | None]:
     """Validation micro-F1 and the threshold that gives it; None, the support, for sparse outputs."""
     options: list[float | None] = list(candidates) if output in DENSE else [None]
-    scores = [float(f1_scores(multilabel_predict(logits, output, threshold=t), labels)[0]) for t in options]
+    scores = [f1(multilabel_predict(logits, output, threshold=t).cpu(), labels.cpu()) for t in options]
     best = max(range(len(options)), key=scores.__getitem__)
     return scores[best], options[best]
 
@@ -178,7 +178,7 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
     return best
 
 
-def run_text(config: TextConfig, data_dir: Path, results: Results) -> None:
+def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> None:
     """All runs of the study that the results do not hold yet."""
     data = load(config, data_dir)
     test = data.splits["test"]

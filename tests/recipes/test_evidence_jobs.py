@@ -4,21 +4,21 @@ import csv
 import importlib
 import json
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
+from common.settings import parse
+from recipes.evidence import __main__ as program
+from recipes.evidence import jobs
+from recipes.evidence.jobs import read_jobs
+
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
 
-import evidence  # noqa: E402
-from common.settings import parse  # noqa: E402
-
-COMMITTED = evidence.read_jobs(RECIPES / "configs" / "evidence.yaml")
-WITH_A_GPU = evidence.read_jobs(RECIPES / "configs" / "evidence_gpu.yaml")
+COMMITTED = read_jobs(RECIPES / "configs" / "evidence.yaml")
+WITH_A_GPU = read_jobs(RECIPES / "configs" / "evidence_gpu.yaml")
 
 #: A recipe that appends its row as the real ones do, and notes in calls.txt that it was called.
 TOY = """
@@ -46,14 +46,13 @@ def queue(tmp_path, monkeypatch):
     """A folder with the toy recipe; the function runs a list of its options."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "toy.py").write_text(textwrap.dedent(TOY), encoding="utf-8")
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
 
-    def run(*names, more=()):
-        jobs = [{"group": "toys", "recipe": "toy", "vary": [[{"kind": name} for name in names]]}]
-        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(jobs), encoding="utf-8")
+    def run(*names, what="run", more=()):
+        listed = [{"group": "toys", "recipe": "toy", "vary": [[{"kind": name} for name in names]]}]
+        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(listed), encoding="utf-8")
         places = ["--results", str(tmp_path / "results"), "--folder", str(tmp_path / "runs")]
-        monkeypatch.setattr(sys, "argv", ["evidence.py", str(tmp_path / "jobs.yaml"), *places, *more])
-        evidence.main()
+        program.main([what, "--jobs", str(tmp_path / "jobs.yaml"), *places, *more])
 
     def calls():
         path = tmp_path / "calls.txt"
@@ -84,7 +83,7 @@ def test_a_failure_is_reported_with_its_output_and_stops_nothing(queue, tmp_path
 def test_the_list_says_what_is_open_and_runs_nothing(queue, capsys):
     queue("a")
     capsys.readouterr()
-    queue("a", "b", more=["--list"])
+    queue("a", "b", what="list")
     assert capsys.readouterr().out.splitlines() == [
         "done  python recipes/toy.py --kind a",
         "open  python recipes/toy.py --kind b",
@@ -102,9 +101,9 @@ def test_dev_scores_are_kept_when_the_runs_are_gone(queue, tmp_path):
         lines = [json.dumps({"step": 1, "loss": 2.0})]
         lines += [json.dumps({"step": step, "dev_score": score}) for step, score in scores]
         (folder / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    queue("a", "b", "c", more=["--curves"])
+    queue("a", "b", "c", what="curves")
     shutil.rmtree(tmp_path / "runs" / "toys-kind-a")
-    queue("a", "b", "c", more=["--curves"])
+    queue("a", "b", "c", what="curves")
     with (tmp_path / "results" / "dev_curves.csv").open(newline="", encoding="utf-8") as lines:
         found = [(row["command"][-1], row["step"], row["dev_score"]) for row in csv.DictReader(lines)]
     assert found == [("a", "1", "0.5"), ("a", "2", "0.7"), ("b", "1", "0.1")]
@@ -120,14 +119,14 @@ def test_dev_scores_are_kept_when_the_runs_are_gone(queue, tmp_path):
 def test_lists_with_other_keys(tmp_path, entry, message):
     (tmp_path / "jobs.yaml").write_text(yaml.safe_dump([entry]), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        evidence.read_jobs(tmp_path / "jobs.yaml")
+        read_jobs(tmp_path / "jobs.yaml")
 
 
 class TestTheCommittedList:
-    @pytest.mark.parametrize(("jobs", "least"), [(COMMITTED, 60), (WITH_A_GPU, 10)])
-    def test_no_two_jobs_share_a_command_or_a_folder(self, jobs, least):
-        assert len({job.command for job in jobs}) == len({job.name for job in jobs}) == len(jobs) >= least
-        assert max(len(job.name) for job in jobs) < 200  # file names have an end
+    @pytest.mark.parametrize(("listed", "least"), [(COMMITTED, 60), (WITH_A_GPU, 10)])
+    def test_no_two_jobs_share_a_command_or_a_folder(self, listed, least):
+        assert len({job.command for job in listed}) == len({job.name for job in listed}) == len(listed) >= least
+        assert max(len(job.name) for job in listed) < 200  # file names have an end
 
     def test_every_job_is_one_that_its_recipe_accepts(self):
         for job in COMMITTED + WITH_A_GPU:
@@ -148,5 +147,6 @@ class TestTheCommittedList:
                 listed = [job.command for job in COMMITTED if job.group == group]
                 with path.open(newline="", encoding="utf-8") as lines:
                     found = [row["command"] for row in csv.DictReader(lines)]
+                assert all(job.done(RECIPES / "results") for job in COMMITTED if job.command in found)
                 assert set(found) <= set(listed), group
                 assert len(set(found)) == len(found), group
