@@ -72,3 +72,19 @@ def test_public_names_are_all_there():
         getattr(hf_entmax, "patchmodel")  # noqa: B009
     except AttributeError as error:
         assert "patch_model" in str(error)
+
+
+def test_any_part_can_be_imported_first():
+    code = """
+import os, torch, transformers
+for name in ("integration.discovery", "integration.observe", "integration.interface", "analysis"):
+    child = os.fork()
+    if not child:
+        __import__(f"hf_entmax.{name}")
+        import hf_entmax
+        hf_entmax.patch_model
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1], name
+"""
+    run = _python(code)
+    assert run.returncode == 0, run.stderr

@@ -6,8 +6,8 @@ import inspect
 import re
 from dataclasses import dataclass
 
+import transformers  # names are looked up when needed: loading them would install the hooks, which import this file
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_entmax.config import SITES
 from hf_entmax.integration.families import POOLING_CLASSES, REFUSED
@@ -68,7 +68,7 @@ def check_supported(model: nn.Module) -> None:
         TypeError: if it is no ``PreTrainedModel`` (the message says how to unwrap the usual wrappers).
         ValueError: if some attention bypasses the interface; the message names the family's reason and the modules.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers.PreTrainedModel, not {type(model).__name__}. {_unwrap_hint(model)}".rstrip()
         )
@@ -76,7 +76,7 @@ def check_supported(model: nn.Module) -> None:
     closed = [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation()
+        if isinstance(module, transformers.PreTrainedModel) and not module._can_set_attn_implementation()
     ]
     sites = attention_sites(model)
     if sites and not bypassing and not closed:
@@ -149,6 +149,6 @@ def _unwrap_hint(model: object) -> str:
         return "Patch the base model first, then wrap it with PEFT: get_peft_model(patch_model(model), peft_config)."
     if hasattr(model, "_orig_mod"):
         return "Patch before torch.compile: torch.compile(patch_model(model))."
-    if isinstance(getattr(model, "module", None), PreTrainedModel):
+    if isinstance(getattr(model, "module", None), transformers.PreTrainedModel):
         return "Patch before wrapping for distributed training: give patch_model the inner model, .module."
     return "Load it with an Auto class of Transformers."

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
@@ -100,7 +100,7 @@ def is_observed(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def observe_attention(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     callback: Callable[[AttentionCall], Any] | None = None,
     *,
     gate: Callable[[AttentionCall], Tensor | None] | None = None,
@@ -130,7 +130,7 @@ def observe_attention(
     check_supported(model)
     sites = attention_sites(model)
     observer = Observer(sites, callback, gate, sparse)
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     configs: dict[int, Any] = {id(part.config): part.config for part in models}
     configs |= {id(s.module.config): s.module.config for s in sites if hasattr(s.module, "config")}  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
