@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def analyze(
     importance: str = "gradient",
     importance_sentences: int = 64,
     num_examples: int = 6,
+    scores: Mapping[str, Sequence[float]] | None = None,
     figures: bool = True,
     device: str | None = None,
     title: str | None = None,
@@ -119,6 +120,7 @@ def analyze(
         importance: "gradient", "masking", "both" or "none". Masking costs one pass per head.
         importance_sentences: sentences used for it.
         num_examples: sentences kept for the viewer.
+        scores: how good the models are, to stand beside their density, see :func:`hf_entmax.analysis.write_report`.
         figures: draw figures (needs matplotlib).
         device: "cpu", "cuda", ...; default: what Accelerate chooses.
         title: heading of the report.
@@ -157,7 +159,7 @@ def analyze(
         for other in statistics:
             other.info |= {"data": str(data or conllu or alignments), "max_sentences": max_sentences}
         target = Path(out)
-        path = write_report(statistics, target, title=title, figures=figures)
+        path = write_report(statistics, target, title=title, scores=scores, figures=figures)
         for place, other in enumerate(statistics):
             other.save(path.parent / f"statistics-{place}.safetensors")
     accelerator.wait_for_everyone()

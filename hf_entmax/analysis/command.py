@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -59,6 +60,14 @@ def analyze_command(
     importance: Annotated[str, typer.Option(help="none, gradient, masking (one pass per head) or both.")] = "gradient",
     importance_sentences: Annotated[int, typer.Option(help="Sentences used for head importance.")] = 64,
     examples: Annotated[int, typer.Option(help="Sentences kept for the viewer.")] = 6,
+    score: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How good the models are, to stand beside their density: accuracy=0.91,0.90 with one number per model; "
+            "repeatable.",
+            metavar="NAME=NUMBERS",
+        ),
+    ] = None,
     figures: Annotated[bool, typer.Option(help="Draw figures (needs matplotlib).")] = True,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the best there is.")] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the report.")] = None,
@@ -87,10 +96,11 @@ def analyze_command(
         importance=importance,
         importance_sentences=importance_sentences,
         num_examples=examples,
+        scores=dict(map(_score, score or ())),
         figures=figures,
         device=device,
         title=title,
-        warn=lambda text: errors.print(f"[yellow]{_escape(text)}[/]"),
+        warn=lambda text: errors.print(f"[yellow]{escape(text)}[/]"),
     )
     if result.report is None:  # not the main process
         return
@@ -100,21 +110,31 @@ def analyze_command(
     for statistics in result.statistics:
         console.print(_site_table(statistics))
         for finding in summarize(statistics):
-            console.print(f"[bold]{finding.topic:>12}[/]  {_escape(finding.text)}")
+            console.print(f"[bold]{finding.topic:>12}[/]  {escape(finding.text)}")
         for note in statistics.notes:
-            console.print(f"[yellow]{'note':>12}[/]  {_escape(note)}")
-    console.print(f"\nReport: {result.report.resolve()}")
+            console.print(f"[yellow]{'note':>12}[/]  {escape(note)}")
+    console.print(f"\nReport: {escape(str(result.report.resolve()))}")
     if result.problems:
         errors.print(f"[red]{len(result.problems)} part(s) are missing from the report, see above.[/]")
         raise typer.Exit(1)
+
+
+def _score(text: str) -> tuple[str, list[float]]:
+    name, _, numbers = text.partition("=")
+    try:
+        return name.strip(), [float(part) for part in numbers.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--score {text!r}: write NAME=NUMBER, or NAME=NUMBER,NUMBER for two models."
+        ) from error
 
 
 def _site_table(statistics) -> Table:
     from hf_entmax.analysis.report.findings import percent
     from hf_entmax.analysis.report.tables import site_rows
 
-    table = Table(title=f"{statistics.name}: {statistics.num_sentences:,} sentences")
-    for name in ("site", "layers", "heads", "density", "keys per query", "JS (log heads)", "mean alpha"):
+    table = Table(title=f"{escape(statistics.name)}: {statistics.num_sentences:,} sentences")
+    for name in ("site", "layers", "heads", "density", "keys per query", "Jensen-Shannon (log heads)", "mean alpha"):
         table.add_column(name, justify="left" if name == "site" else "right")
     for row in site_rows(statistics):
         table.add_row(
@@ -131,9 +151,3 @@ def _site_table(statistics) -> Table:
 
 def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

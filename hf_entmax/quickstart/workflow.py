@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
@@ -35,7 +36,7 @@ from hf_entmax.quickstart.data import (
     training_set,
 )
 from hf_entmax.quickstart.data import questions as questions_about
-from hf_entmax.quickstart.evaluate import accuracy, answers, labelled_batches, on_device
+from hf_entmax.quickstart.evaluate import Score, accuracy, answers, labelled_batches, on_device
 from hf_entmax.quickstart.reload import check_reload
 from hf_entmax.quickstart.search import NUM_BEAMS, certificates, hypotheses, search
 from hf_entmax.quickstart.stages import train
@@ -52,6 +53,8 @@ BETAS = (0.9, 0.98)
 BASE_UNTIL, FINE_TUNE_UNTIL = 0.42, 0.8
 #: Held-out questions on which attention is measured.
 ANALYSED = 512
+#: Held-out questions beside the example whose attention the report shows whole.
+SHOWN = 5
 #: Held-out questions that are searched with certificates.
 SEARCHED = 800
 #: Of those, how many of the most uncertain ones are shown with their answers.
@@ -150,7 +153,8 @@ def _run(settings: Settings, console: Console, clock: _Clock) -> dict[str, Any]:
     clock.lap("softmax model")
     before = accuracy(answers(model, tokenizer, held_out, console, "answering held-out questions"))
     analysed = labelled_batches(_sample(held_out, ANALYSED, settings.seed), tokenizer)
-    softmax_statistics = _statistics(model, analysed, "softmax")
+    shown = labelled_batches(_shown(held_out), tokenizer)
+    softmax_statistics = _statistics(model, tokenizer, analysed, shown, before, "softmax")
     clock.lap("measuring it")
 
     console.print("[bold]3. Patch[/]: model = hf_entmax.patch_model(model)")
@@ -176,7 +180,7 @@ def _run(settings: Settings, console: Console, clock: _Clock) -> dict[str, Any]:
 
     console.print("[bold]7. What became of it[/]")
     after = accuracy(answers(model, tokenizer, held_out, console, "answering held-out questions"))
-    statistics = _statistics(model, analysed, "entmax")
+    statistics = _statistics(model, tokenizer, analysed, shown, after, "entmax")
     console.print(tables.accuracy_table({"softmax": before, "entmax, fine-tuned": after}))
     console.print(tables.site_table(softmax_statistics, statistics))
     results: dict[str, Any] = {
@@ -214,9 +218,23 @@ def _run(settings: Settings, console: Console, clock: _Clock) -> dict[str, Any]:
     return results
 
 
-def _statistics(model: PreTrainedModel, analysed: list[dict[str, Any]], name: str) -> AttentionStatistics:
-    batches = [{key: tensor.to(model.device) for key, tensor in batch.items()} for batch in analysed]
-    return collect(model, batches, groups=("sparsity", "diversity", "position"), name=name)
+def _statistics(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    analysed: list[dict[str, Tensor]],
+    shown: list[dict[str, Tensor]],
+    scores: dict[str, Score],
+    name: str,
+) -> AttentionStatistics:
+    groups = ("sparsity", "diversity", "position", "roles")
+    statistics = collect(model, analysed, tokenizer=tokenizer, groups=groups, name=name)
+    statistics.examples = collect_examples(model, shown, tokenizer)
+    statistics.scores = {
+        f"accuracy on {group} verbs": share
+        for group in ("regular", "irregular")
+        if (share := scores[group].share) is not None
+    }
+    return statistics
 
 
 def _search(
@@ -259,8 +277,6 @@ def _write_figures(
 ) -> list[Path]:
     example = _example(held_out)
     batch = {key: tensor.to(model.device) for key, tensor in labelled_batches([example], tokenizer)[0].items()}
-    for entry in statistics[1:]:
-        entry.examples = collect_examples(model, [batch], tokenizer)
     try:
         from hf_entmax.quickstart.figures import write_figures
 
@@ -295,6 +311,12 @@ def _example(held_out: list[Question]) -> Question:
         q for q in held_out if q.slot == "past" and q.groups[0] == "regular" and len(q.answers[0]) == len(q.lemma) + 3
     ]
     return max(doubled or held_out, key=lambda q: (len(q.lemma), q.lemma))
+
+
+def _shown(held_out: list[Question]) -> list[Question]:
+    """Questions whose attention the report shows whole, of the softmax model and of the patched one."""
+    first = _example(held_out)
+    return [first, *[question for question in held_out if question is not first][:SHOWN]]
 
 
 def _sample(asked: list[Question], most: int | None, seed: int) -> list[Question]:

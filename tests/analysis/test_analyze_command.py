@@ -99,6 +99,13 @@ def test_models_are_called_as_the_user_says_or_by_what_tells_them_apart(folder, 
     models = json.loads((tmp_path / "named" / "report.json").read_text())["models"]
     assert [model["name"] for model in models] == ["ours", "theirs"]
     assert "theirs: " in result.output
+    result = run(*several, "--name", "[bold]ours[/]", "--name", "[/x]", "--score", "accuracy=0.91,0.9")
+    assert result.exit_code == 0, result.output
+    assert "[bold]ours[/]: " in result.output and "[/x]: " in result.output  # names are text, not markup
+    models = json.loads((tmp_path / "named" / "report.json").read_text())["models"]
+    assert [model["scores"] for model in models] == [{"accuracy": 0.91}, {"accuracy": 0.9}]
+    result = run(*several, "--score", "accuracy=good")
+    assert result.exit_code == 2 and "NAME=NUMBER" in result.output
     for names in (["one"], ["same", "--name", "same"], ["one", "--name", ""]):
         result = run(*several, "--name", *names)
         assert result.exit_code == 1 and "give 2 different name(s)" in str(result.exception)

@@ -13,6 +13,14 @@ from transformers import T5Config, T5EncoderModel
 from hf_entmax import patch_model
 from hf_entmax.analysis import collect
 from hf_entmax.analysis.analyze import analyze
+from hf_entmax.analysis.metrics.roles import TEXT_ROLES
+from hf_entmax.analysis.reading.words import token_table
+from hf_entmax.analysis.statistics import SiteStatistics
+from hf_entmax.analysis.statistics.accumulate import SiteSums, SumOptions
+from hf_entmax.analysis.statistics.context import build_context
+from hf_entmax.analysis.statistics.site import LayerInfo
+from hf_entmax.batches import BatchInfo
+from hf_entmax.ops.sparse_rows import SparseRows
 
 # Every piece belongs to one word only, so that its embedding can say which.
 WORDS = {
@@ -153,3 +161,66 @@ def test_random_heads_have_no_role(patched):
         role for site in statistics.sites.values() for row in site.best_roles() for role in row if role is not None
     ]
     assert named == []
+
+
+#: Cross-attention: what a head does with query i of T and S keys, given the source and the target token by token.
+PLANTED = {
+    "copy": lambda i, source, target: source.index(target[i + 1]) if i + 1 < len(target) else 0,
+    "diagonal": lambda i, source, target: (2 * i + 1) * len(source) // (2 * len(target)),
+    "monotone": lambda i, source, target: min(3 + i, len(source) - 1),
+    "monotone, by two": lambda i, source, target: min(2 * i, len(source) - 1),
+    "stays": lambda i, source, target: 4,
+    "back and forth": lambda i, source, target: 5 if i % 2 else 1,
+}
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("sharpness", [1.0, 0.8])
+def test_heads_that_copy_or_move_forward_through_the_source_are_named(sparse, sharpness):
+    table = token_table(shared.plain_tokenizer())
+    ordinary = [index for index in range(len(table)) if not table.special[index]]
+    generator = torch.Generator().manual_seed(3)
+    sentences = []
+    for length, of_target in ((9, 6), (12, 6), (7, 5)):
+        source = [ordinary[place] for place in torch.randperm(len(ordinary), generator=generator)[:length]]
+        target = [source[place] for place in torch.randperm(length, generator=generator)[:of_target]]
+        sentences.append((source, target))
+    longest, most = 12, 6
+    ids, decoder_ids = torch.zeros(3, longest, dtype=torch.long), torch.zeros(3, most, dtype=torch.long)
+    mask, decoder_mask = ids.bool(), decoder_ids.bool()
+    weights = torch.zeros(3, len(PLANTED) + 1, most, longest)
+    monotone = torch.zeros(len(PLANTED) + 1, dtype=torch.float64)
+    for b, (source, target) in enumerate(sentences):  # the source is padded on the left, the target on the right
+        left = longest - len(source)
+        ids[b, left:], mask[b, left:] = torch.tensor(source), True
+        decoder_ids[b, : len(target)], decoder_mask[b, : len(target)] = torch.tensor(target), True
+        for i in range(len(target)):
+            rest = (1 - sharpness) / len(source)
+            weights[b, :, i, left:] = rest
+            for head, plant in enumerate(PLANTED.values()):
+                weights[b, head, i, left + plant(i, source, target)] += sharpness
+            weights[b, -1, i, left:] = 1 / len(source)  # the last head looks everywhere
+            if i:
+                looked = weights[b, :, i - 1].argmax(-1)
+                for head, place in enumerate(looked.tolist()):
+                    monotone[head] += weights[b, head, i, place + 1 : place + 3].double().sum()
+    info = BatchInfo({"x": ids}, 3, ids, mask, decoder_ids, decoder_mask)
+    context = build_context("cross", (3, most, longest), info, frozenset({"roles"}), table, ())
+    if sparse:
+        offsets = torch.nn.functional.pad((weights != 0).sum(-1).flatten().cumsum(0), (1, 0))
+        place = weights.flatten().nonzero()[:, 0]
+        rows = SparseRows(offsets, (place % longest).int(), weights.flatten()[place], tuple(weights.shape))
+    heads = len(PLANTED) + 1
+    sums = SiteSums("cross", [heads], SumOptions(frozenset({"roles"})), torch.device("cpu"))
+    sums.update(0, rows if sparse else weights, context)
+    torch.testing.assert_close(
+        sums.sums["role_mass"][0, :, TEXT_ROLES.index("monotone")], monotone, rtol=1e-5, atol=1e-6
+    )
+    site = SiteStatistics("cross", [LayerInfo("cross", 0, heads)], sums.sums)
+    named = [role.role if role else None for role in site.best_roles()[0]]
+    assert named == ["copy", "diagonal", "monotone", "monotone", None, None, None]
+    scores = site.role_scores()
+    assert float(scores["copy"][0][0, 0]) == pytest.approx(sharpness + (1 - sharpness) / 9, abs=0.02)
+    assert int(scores["copy"][2][0]) == sum(len(target) - 1 for _, target in sentences) == int(scores["monotone"][2][0])
+    for name in ("copy", "diagonal", "monotone"):  # an even head is at chance
+        assert float(scores[name][0][0, -1]) == pytest.approx(float(scores[name][1][0]), abs=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 
@@ -64,6 +65,11 @@ def test_trajectories(tmp_path):
     assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx([1.0, 1.1, 1.2])
     assert figure.axes[0].lines[0].get_xdata().tolist() == [0, 10, 20]
     assert len([axis for axis in plots.alpha_trajectories(log, site="cross").axes if axis.get_visible()]) == 2
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.0", "1.0", "1.1", "0.1"]  # from the lowest end up
+    places = [text.xy[1] for text in figure.axes[0].texts]
+    assert places == sorted(places) and min(b - a for a, b in itertools.pairwise(places)) > 0
+    heads = [axis for axis in plots.alpha_trajectories(log, site="cross").axes if axis.get_visible()]
+    assert [text.get_text() for text in heads[1].texts] == ["head 0", "head 1"]
     with pytest.raises(ValueError, match="no alpha of 'encoder_self'"):
         plots.alpha_trajectories(log, site="encoder_self")
 
@@ -175,3 +181,9 @@ def test_matplotlib_is_imported_only_when_a_figure_is_drawn():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "matplotlib" for name in names), path
+
+
+def test_dollars_in_a_model_name_are_text(models):
+    named = {"runs/$a$ and $b_{": models[0], "x$$": models[1]}
+    for draw in (plots.density_by_site, plots.density_histograms, plots.head_diversity):
+        draw(named).draw_without_rendering()

@@ -307,12 +307,89 @@ def test_two_models_side_by_side(folder, browser):
     assert errors(browser) == []
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_page_does_not_scroll_sideways(folder, browser, width):
-    browser.set_window_size(width, 900)
-    open_page(browser, folder / "one" / "report.html")
+def pressed(browser) -> str:
+    return browser.execute_script("return document.querySelector('#metrics [aria-pressed=true]').dataset.metric")
+
+
+def bare(name: str, density: float, roles: bool = False) -> AttentionStatistics:
+    """Two heads without a role, the first of the given density; without roles altogether, if so wished."""
+    sums = {
+        "support": torch.tensor([[density * 100, 100.0]]),
+        "pairs": torch.tensor([100.0]),
+        "queries": torch.tensor([10.0]),
+    }
+    if roles:
+        sums |= {"role_mass": torch.ones(1, 2, 13), "role_queries": torch.full((1, 13), 10.0)}
+        sums["role_chance"] = torch.ones(1, 13)
+    site = SiteStatistics("encoder_self", [LayerInfo("a", 0, 2)], {key: v.double() for key, v in sums.items()})
+    return AttentionStatistics(name=name, sites={"encoder_self": site})
+
+
+def test_heads_without_roles_are_coloured_by_what_tells_them_apart(browser, tmp_path):
+    alphas = {"encoder_self": torch.tensor([[1.2, 1.9]], dtype=torch.float64)}
+    for number, (statistics, wanted) in enumerate(
+        [(bare("a", 0.3, True), "density"), (bare("b", 0.3), "density"), (bare("c", 1.0, True), "alpha")]
+    ):
+        statistics.alphas = alphas
+        open_page(browser, write_report(statistics, tmp_path / str(number), figures=False))
+        assert pressed(browser) == wanted
+        offered = browser.execute_script(
+            "return [...document.querySelectorAll('[data-metric]')].map((b) => b.dataset.metric)"
+        )
+        assert ("role" in offered) == (statistics.name != "b")
+        # Nothing was measured that these panels show: they are away.
+        for selector in (".viewer .controls", ".stage", *([".viewer .side"] if statistics.name == "b" else [])):
+            assert browser.execute_script("return document.querySelector(arguments[0]).offsetHeight", selector) == 0
+        assert browser.execute_script("return document.querySelectorAll('#figures, a[href=\"#figures\"]').length") == 0
+        assert errors(browser) == []
+
+
+def test_roles_come_first_where_heads_have_them(folder, browser):
+    statistics = bare("named", 0.5, True)
+    site = statistics.sites["encoder_self"]
+    site.sums["role_mass"] *= 9.0
+    site.sums["role_chance"] *= 0.5
+    open_page(browser, write_report(statistics, folder / "named", figures=False))
+    assert pressed(browser) == "role"
+
+
+def test_scores_stand_beside_density(models, folder, browser):
+    scores = {"accuracy": [0.912, 0.905], "perplexity": [12.3456, 11.0]}
+    path = write_report(models, folder / "scored", scores=scores, figures=False)
+    open_page(browser, path)
+    boxes = browser.execute_script("return [...document.querySelectorAll('.sitebox')].map((box) => box.textContent)")
+    assert "accuracy 0.912" in boxes[0] and "perplexity 12.35" in boxes[0] and "accuracy 0.905" in boxes[1]
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('#comparetable tbody tr')].map((r) => r.textContent)"
+    )
+    assert rows[:2] == ["Whole modelaccuracy0.9120.905", "Whole modelperplexity12.3511"]
+    record = json.loads((folder / "scored" / "report.json").read_text())
+    assert [model["scores"]["accuracy"] for model in record["models"]] == [0.912, 0.905]
+    again = AttentionStatistics.load(models[0].save(folder / "scored" / "sums.safetensors"))
+    assert again.scores == {"accuracy": 0.912, "perplexity": 12.3456}
+    for model in models:
+        model.scores = {}
+    for bad in ({"accuracy": [0.9]}, {"accuracy": 0.9}):
+        with pytest.raises(ValueError, match="one number for each of the 2"):
+            write_report(models, folder / "bad", scores=bad)
+
+
+def test_jensen_shannon_is_spelled_out_where_it_first_stands(folder, browser):
+    open_page(browser, folder / "two" / "both.html")
+    text = browser.execute_script("return document.querySelector('main').innerText")
+    assert "JS" not in text[: text.index("Jensen")]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("page", ["one/report.html", "two/both.html"])
+def test_page_does_not_scroll_sideways(folder, browser, width, page):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    open_page(browser, folder / page)
     wide, seen = browser.execute_script(
         "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
-    browser.set_window_size(1280, 1000)
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert wide <= seen

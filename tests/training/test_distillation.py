@@ -83,6 +83,18 @@ def test_attention_of_sparse_heads_and_padded_queries(kind):
         attention_distillation(own, other, pairs[:1], kind)
 
 
+@pytest.mark.parametrize("density", [attention_density, lambda weights, pairs: soft_density(weights, pairs, 1e-9)])
+def test_padded_queries_and_keys_do_not_count(density):
+    pairs = torch.zeros(2, 4, 4, dtype=torch.bool)
+    pairs[0, :4, :4] = pairs[1, :2, :2] = True  # the second sentence has two tokens
+    weights = torch.full((2, 3, 4, 4), 0.25)  # what stands in padded rows is arbitrary: here it is never zero
+    weights[0, :, :, 2:] = 0.0
+    weights[1, :, 0, 1] = 0.0
+    assert density(weights, pairs).item() == pytest.approx((8 + 3) / (16 + 4), abs=1e-6)
+    weights[1, :, 2:] = 0.0
+    assert density(weights, pairs).item() == pytest.approx((8 + 3) / (16 + 4), abs=1e-6)
+
+
 def test_the_stand_in_for_density():
     weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.99, 0.0, 0.01]]]], dtype=torch.float64)
     pairs = torch.ones(1, 3, 3, dtype=torch.bool).tril()
@@ -136,6 +148,7 @@ def test_densities_of_a_recorded_pass_are_those_of_the_analysis(kind):
         for parameter in model.parameters():
             parameter.mul_(4)  # scores that differ, so that something is sparse
     batch = dict(tiny.inputs(kind))
+    batch["attention_mask"][1, 5:] = 0  # padding, which counts neither as a query nor as a key
     with torch.no_grad(), record_attention(model) as record:
         model(**batch)
     pairs = attention_pairs(model, batch, record)

@@ -69,6 +69,13 @@ class DenseWeights:
         """Mass of each row on the pairs marked in ``targets`` bool [B, T_q, T_k]: [B, H, T_q]."""
         return self.values.masked_fill(~targets.unsqueeze(1), 0.0).sum(-1)
 
+    def window_sums(self, start: Tensor, width: int) -> Tensor:
+        """Mass of each row on ``width`` keys from ``start`` long [B, H, T_q] on; 0 where ``start`` is -1: [B, H, T_q]."""
+        places = start.unsqueeze(-1) + torch.arange(width, device=start.device)
+        keys = self.shape[-1]
+        inside = (start >= 0).unsqueeze(-1) & (places < keys)
+        return F.pad(self.values, (0, 1)).gather(-1, torch.where(inside, places, keys)).sum(-1)
+
     def target_sums(self, targets: Tensor) -> Tensor:
         """Mass of each head on R sets of pairs, ``targets`` 0 or 1 [B, T_q * T_k, R]: float64 [B, H, R]."""
         return (self.values.flatten(2) @ targets.to(self.values.dtype)).double()
@@ -177,6 +184,12 @@ class SparseWeights:
     def row_sums(self, targets: Tensor) -> Tensor:
         """See :meth:`DenseWeights.row_sums`."""
         return self._add_to_rows(torch.where(targets.flatten().index_select(0, self._pair), self._values, 0.0))
+
+    def window_sums(self, start: Tensor, width: int) -> Tensor:
+        """See :meth:`DenseWeights.window_sums`."""
+        first = self._of_row(start.flatten())
+        inside = (first >= 0) & (self._columns >= first) & (self._columns < first + width)
+        return self._add_to_rows(torch.where(inside, self._values, 0.0))
 
     def target_sums(self, targets: Tensor) -> Tensor:
         """See :meth:`DenseWeights.target_sums`."""

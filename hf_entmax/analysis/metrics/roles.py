@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.metrics.forms import HeadWeights
+
 #: Roles found in any text, in the order in which their sums are kept.
 TEXT_ROLES = (
     "previous",
@@ -20,15 +22,20 @@ TEXT_ROLES = (
     "repeated",
     "induction",
     "question",
+    "copy",
+    "diagonal",
+    "monotone",
 )
 DEPENDENCY_ROLES = ("dependency_head", "dependent")
 ALIGNMENT_ROLES = ("aligned_output", "aligned_input")
 
 #: Which of two roles names a head when both explain it equally well: the more telling one. In a causal site the token
 #: before a subword is a subword of the same word, so that a head that keeps a distance also merges words; a head that
-#: looks at the question mark also looks at punctuation.
+#: looks at the question mark also looks at punctuation. In cross-attention between equal sequences the same position is
+#: also the same relative position, and a step ahead of what was looked at before.
 PRECEDENCE = (
     "question",
+    "copy",
     "previous",
     "next",
     "aligned_output",
@@ -37,12 +44,16 @@ PRECEDENCE = (
     "dependent",
     "subword",
     "current",
+    "diagonal",
+    "monotone",
     "induction",
     "repeated",
     "first",
     "special",
     "punctuation",
 )
+#: Keys ahead of the one looked at before that a monotone head may move to.
+MONOTONE_STEPS = 2
 #: Strengths closer than this count as equal.
 TIE = 0.05
 
@@ -58,6 +69,9 @@ ROLE_PHRASES = {
     "repeated": "other occurrences of the same token",
     "induction": "what followed an earlier occurrence of the same token",
     "question": "the question mark from the word that asks",
+    "copy": "the source tokens equal to the token being produced",
+    "diagonal": "the source token at the same relative position",
+    "monotone": "one of the two source tokens after the one it looked at before",
     "dependency_head": "the syntactic head",
     "dependent": "a syntactic dependent",
     "aligned_output": "the source words aligned with the word being produced",
@@ -75,6 +89,9 @@ ROLE_NAMES = {
     "repeated": "repeated token",
     "induction": "induction",
     "question": "interrogation",
+    "copy": "copying",
+    "diagonal": "same relative position",
+    "monotone": "monotone alignment",
     "dependency_head": "dependency head",
     "dependent": "dependent",
     "aligned_output": "alignment (output)",
@@ -158,6 +175,7 @@ def text_targets(
     punctuation: Tensor | None = None,
     words: Tensor | None = None,
     tokens: Tensor | None = None,
+    produced: Tensor | None = None,
     interrogative: Tensor | None = None,
     question: Tensor | None = None,
     cross: bool = False,
@@ -171,13 +189,14 @@ def text_targets(
         special: bool [B, T_k], special tokens.
         punctuation: bool [B, T_k].
         words: long [B, T], -1 = none; self-attention only.
-        tokens: long [B, T] ids with -1 for special tokens; self-attention only.
+        tokens: long [B, T_k] ids of the keys with -1 for special tokens.
+        produced: long [B, T_q] id of the token that each query produces, -1 = unknown; cross-attention only.
         interrogative: bool [B, T].
         question: bool [B, T].
         cross: cross-attention, where roles within one sentence have no meaning.
 
     Returns:
-        One bool tensor [B, T_q, T_k] per role.
+        One bool tensor [B, T_q, T_k] per role. "monotone" depends on the head and marks none, see `monotone_mass`.
     """
     nothing = torch.zeros_like(pairs)
     targets = {
@@ -205,9 +224,40 @@ def text_targets(
         # Key k follows an earlier occurrence of the query's token: tokens[k - 1] == tokens[q] with k - 1 < q.
         earlier = same_token & off_diagonal.tril()
         targets["induction"] = pairs & torch.cat([torch.zeros_like(earlier[..., :1]), earlier[..., :-1]], dim=-1)
+    if cross:
+        queries, positions = pairs.any(-1), pairs.any(-2)
+        place, count = queries.cumsum(-1) - 1, queries.sum(-1, keepdim=True).clamp(min=1)
+        same_share = (2 * place + 1) * positions.sum(-1, keepdim=True) // (2 * count)  # floor((i + 1/2) S / T)
+        targets["diagonal"] = pairs & (same_share.unsqueeze(-1) == (positions.cumsum(-1) - 1).unsqueeze(1))
+        if tokens is not None and produced is not None:
+            targets["copy"] = pairs & (produced.unsqueeze(-1) == tokens.unsqueeze(1)) & (tokens >= 0).unsqueeze(1)
     if not cross and interrogative is not None and question is not None:
         targets["question"] = pairs & interrogative.unsqueeze(-1) & question.unsqueeze(-2)
     return [targets.get(name, nothing) for name in TEXT_ROLES]
+
+
+def monotone_mass(weights: HeadWeights) -> Tensor:
+    r"""Mass that cross-attention moves on to, one or two keys after the key that the query before looked at most.
+
+        sum_i  sum_{s = 1, 2}  p_i(a_{i-1} + s),          a_i = argmax_j p_i(j)
+
+    1 per query for a head that reads the source token by token; 0 for one that stays where it is.
+
+    Args:
+        weights: [B, H, T_q, T_k].
+
+    Returns:
+        float64 [H].
+    """
+    before = torch.nn.functional.pad(weights.row_argmax()[..., :-1], (1, 0), value=-1)
+    return weights.window_sums((before + 1).masked_fill(before < 0, -1), MONOTONE_STEPS).double().sum(dim=(0, 2))
+
+
+def monotone_chance(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries that follow another one, and the `monotone_mass` of an even head, each a float64 sum [B]."""
+    keys = pairs.sum(dim=-1).double()
+    follows = (keys > 0) & torch.nn.functional.pad(keys[:, :-1] > 0, (1, 0))
+    return follows.sum(-1).double(), ((MONOTONE_STEPS / keys.clamp(min=MONOTONE_STEPS)) * follows).sum(-1)
 
 
 def chance_sums(targets: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from hf_entmax.analysis.plots.style import (
 from hf_entmax.analysis.reading.trajectory import Trajectory, read_trajectory
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -64,7 +66,8 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
 
     Args:
         log: a :class:`Trajectory`, or the path of the log of ``AlphaLoggingCallback``.
-        site: draw only this site, one panel per layer; default: one panel per site, heads coloured by layer.
+        site: draw only this site, one panel per layer; default: one panel per site, heads coloured by layer. Where a line
+            ends stands its layer and head; of more than twenty lines, only of those that end highest and lowest.
 
     Returns:
         A Figure.
@@ -105,6 +108,10 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
                 if layers > 1:
                     lines[0].set_label(f"layer {layer}")
             axis.set(title=title, xlabel="training step")
+        for axis, (_, values) in zip(flat, panels, strict=False):  # when all lines have set the common limits
+            pairs = [(layer, head) for layer in range(values.shape[1]) for head in range(values.shape[2])]
+            names = [f"{layer}.{head}" if site is None else f"head {head}" for layer, head in pairs]
+            _label_ends(axis, float(trajectory.steps[-1]), values[-1].flatten().tolist(), names)
         for row in axes:
             row[0].set_ylabel("α of each head")
         hide_unused(axes, len(panels))
@@ -112,6 +119,18 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
         if handles:
             figure.legend(handles, labels, loc="outside right center")
         return figure
+
+
+def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], most: int = 20) -> None:
+    """Writes the name of every line at its right end, one above the other where lines end close together."""
+    lines = sorted((end, name) for end, name in zip(ends, names, strict=True) if not math.isnan(end))
+    if len(lines) > most:
+        lines = lines[: most // 2] + lines[-(most // 2) :]
+    low, high = axis.get_ylim()
+    gap, place = (high - low) / most, -math.inf
+    for end, name in lines:
+        place = max(end, place + gap)
+        axis.annotate(name, (step, place), (3, 0), textcoords="offset points", fontsize=6.5, va="center")
 
 
 def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:

@@ -164,7 +164,7 @@ def head_diversity(models: Any) -> Figure:
         axes[0][0].set_ylim(0, max(1.08 * highest, 0.05))
         if len(named) > 1:
             axes[0][-1].legend(loc="best")
-        axes[0][0].set_ylabel("JS divergence of heads\n(units of log number of heads)")
+        axes[0][0].set_ylabel("Jensen–Shannon divergence of heads\n(units of log number of heads)")
         return figure
 
 

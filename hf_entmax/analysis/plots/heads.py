@@ -21,6 +21,7 @@ from hf_entmax.analysis.plots.style import (
     house_style,
     new_figure,
     per_site,
+    plain,
     site_title,
 )
 
@@ -129,9 +130,9 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         if keys is not None:
-            axis.set_xticks(range(len(keys)), [_plain(token) for token in keys], rotation=90, fontsize=small)
+            axis.set_xticks(range(len(keys)), [plain(token) for token in keys], rotation=90, fontsize=small)
         if rows is not None:
-            axis.set_yticks(range(len(rows)), [_plain(token) for token in rows], fontsize=small)
+            axis.set_yticks(range(len(rows)), [plain(token) for token in rows], fontsize=small)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.grid(visible=False)
@@ -141,11 +142,6 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
     axis.set_ylabel("query")
     if title:
         axis.set_title(title, pad=8)
-
-
-def _plain(token: str) -> str:
-    """A label that matplotlib does not take for mathematics."""
-    return token.replace("$", r"\$")
 
 
 def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None = None, max_lines: int = 7) -> Figure:
@@ -304,7 +300,7 @@ def positional_heads(statistics: Any) -> Figure:
     offsets = (-1, 0, 1)
     with house_style():
         # Beside every bar stands its median; beside the axes, the legend.
-        figure, axes = new_figure(width=max(4.6, 1.4 + 1.5 * len(models)), height=3.0)
+        figure, axes = new_figure(width=max(5.2, 1.8 + 2.1 * len(models)), height=3.0)
         axis, half = axes[0][0], min(0.14, 0.22 / len(models))
         for place, model in enumerate(models):
             for spot, offset in enumerate(offsets):
@@ -316,7 +312,7 @@ def positional_heads(statistics: Any) -> Figure:
                         )["confidences"]
                 at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
                 colour = PALETTE[place % len(PALETTE)]
-                label = model.name if spot == 0 and len(models) > 1 else None
+                label = plain(model.name) if spot == 0 and len(models) > 1 else None
                 spread = (
                     torch.linspace(-0.4 * half, 0.4 * half, max(len(values), 1)).tolist() if len(values) > 1 else [0.0]
                 )
@@ -335,8 +331,8 @@ def positional_heads(statistics: Any) -> Figure:
                     axis.hlines(median, at - half, at + half, color=colour, linewidth=2)
                     axis.annotate(f"{median:.1f} %", (at + half, median), fontsize=8, va="center")
                 else:
-                    axis.annotate("none", (at, 2), fontsize=8, ha="center", color="#6b7280")
-        axis.set_xticks(range(3), ["previous token (−1)", "same token (0)", "next token (+1)"])
+                    axis.annotate("none", (at, 2), fontsize=7, ha="center", color="#6b7280")
+        axis.set_xticks(range(3), ["previous token\n(−1)", "same token\n(0)", "next token\n(+1)"])
         axis.set(title="Positional heads", ylabel="mean weight at that offset (%)", xlim=(-0.5, 2.6), ylim=(0, 103))
         axis.grid(visible=False, axis="x")
         if len(models) > 1:

@@ -112,16 +112,21 @@ def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
     if isinstance(models, Mapping) and all(
         isinstance(value, Mapping) or hasattr(value, attribute) for value in models.values()
     ):
-        return {str(name): per_site(value, attribute) for name, value in models.items()}
+        return {plain(str(name)): per_site(value, attribute) for name, value in models.items()}
     if isinstance(models, Sequence):
         result: dict[str, dict[str, Tensor]] = {}
         for place, model in enumerate(models):
-            name = str(getattr(model, "name", f"model {place + 1}"))
+            name = plain(str(getattr(model, "name", f"model {place + 1}")))
             if name in result:
                 name = f"{name} ({place + 1})"
             result[name] = per_site(model, attribute)
         return result
-    return {str(getattr(models, "name", "")): per_site(models, attribute)}
+    return {plain(str(getattr(models, "name", ""))): per_site(models, attribute)}
+
+
+def plain(label: str) -> str:
+    """A name of a model or a token that matplotlib does not take for mathematics."""
+    return label.replace("$", r"\$")
 
 
 def all_sites(models: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hf_entmax.analysis.report.html import render
@@ -18,6 +18,7 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
+    scores: Mapping[str, Sequence[float]] | None = None,
     figures: bool = True,
     max_bytes: int = 5_000_000,
 ) -> Path:
@@ -31,6 +32,8 @@ def write_report(
         statistics: of one model, or of several to compare; the first is the main one.
         path: the HTML file, or a folder (then ``report.html`` in it). Folders are created; files are overwritten.
         title: heading; default: the names of the models.
+        scores: how good the models are, to stand beside their density: ``{"accuracy": [0.91, 0.90]}``, one number per
+            model; added to what stands in ``statistics.scores``.
         figures: draw the figures (needs matplotlib; without it the report says so and has none).
         max_bytes: size the HTML file should not exceed; sentences are left out of the viewer until it fits.
 
@@ -38,7 +41,8 @@ def write_report(
         Path of the HTML file.
 
     Raises:
-        TypeError: not statistics. ValueError: an empty sequence, or statistics without any site.
+        TypeError: not statistics. ValueError: an empty sequence, statistics without any site, or a score that is not one
+            number per model.
     """
     models = [statistics] if isinstance(statistics, AttentionStatistics) else list(statistics)
     for model in models:
@@ -50,6 +54,11 @@ def write_report(
             raise ValueError(f"the statistics of {model.name!r} are empty: no attention site was measured.")
     if not models:
         raise ValueError("write_report needs the statistics of at least one model, got an empty sequence.")
+    for name, values in (scores or {}).items():
+        if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or len(values) != len(models):
+            raise ValueError(f"scores[{name!r}] is {values!r}; give one number for each of the {len(models)} model(s).")
+        for model, value in zip(models, values, strict=True):
+            model.scores[name] = float(value)
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         path = path / "report.html"

@@ -85,7 +85,8 @@ def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Fin
         text = f"{_SITE_PHRASES.get(site, site)}: {first.name} keeps {percent(density[0])} of the possible weights, "
         text += f"{second.name} {percent(density[1])}"
         if not any(map(math.isnan, diversity)):
-            text += f"; the heads of a layer differ by {diversity[0]:.2f} against {diversity[1]:.2f} (JS, units of log heads)"
+            text += f"; the heads of a layer differ by {diversity[0]:.2f} against {diversity[1]:.2f}"
+            text += " (Jensen-Shannon divergence, units of log heads)"
         findings.append(Finding(f"{_SHORT.get(site, site)} compared", text + "."))
     counts = [sum(role is not None for _, role in _all_roles(model)) for model in (first, second)]
     findings.append(
@@ -243,7 +244,7 @@ def _diversity(statistics: AttentionStatistics) -> Finding | None:
     low, high = min(entries), max(entries)
     return Finding(
         "diversity",
-        f"Heads differ most in {_SHORT.get(high[1], high[1])} layer {high[2]} (JS {high[0]:.2f} of at most 1) "
+        f"Heads differ most in {_SHORT.get(high[1], high[1])} layer {high[2]} (Jensen-Shannon divergence, JS: {high[0]:.2f} of at most 1) "
         f"and least in {_SHORT.get(low[1], low[1])} layer {low[2]} ({low[0]:.2f}).",
     )
 

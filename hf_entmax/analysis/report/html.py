@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from hf_entmax.analysis.plots.style import INK
+from hf_entmax.analysis.plots.style import INK, finite
 from hf_entmax.analysis.report.payload import build_payload
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
@@ -74,14 +74,28 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
             "roles",
             "The role that explains each head best; the stronger the colour, the better it does.",
             lambda: plots.head_roles(main),
-        ),
-        ("density-histogram", "How dense the heads of each site are.", lambda: plots.density_histograms(everyone)),
-        ("density-sorted", "Heads of each layer from the sparsest to the densest.", lambda: plots.sorted_density(main)),
-        ("diversity", "How much the heads of a layer differ from one another.", lambda: plots.head_diversity(everyone)),
+        )
     ]
+    if not any(role for site in main.sites.values() for row in site.best_roles() for role in row):
+        entries.clear()
     if several:
-        entries.insert(1, ("density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)))
-    if main.alphas:
+        entries.append(("density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)))
+    if any(bool((values < 1).any()) for model in models for values in model.density.values()):
+        entries.append(
+            ("density-histogram", "How dense the heads of each site are.", lambda: plots.density_histograms(everyone))
+        )
+    if any(bool((values < 1).any()) for values in main.density.values()):
+        entries.append(
+            (
+                "density-sorted",
+                "Heads of each layer from the sparsest to the densest.",
+                lambda: plots.sorted_density(main),
+            )
+        )
+    entries.append(
+        ("diversity", "How much the heads of a layer differ from one another.", lambda: plots.head_diversity(everyone))
+    )
+    if len({round(value, 6) for values in main.alphas.values() for value in finite(values)}) > 1:
         entries.append(("alpha", "Learned alphas.", lambda: plots.alpha_histograms(main)))
         entries.append(
             ("alpha-density", "The larger alpha, the sparser the head.", lambda: plots.alpha_against_density(main))

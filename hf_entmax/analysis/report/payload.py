@@ -73,6 +73,7 @@ def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
         "name": model.name,
         "sentences": model.num_sentences,
         "tokens": model.num_tokens,
+        "scores": {name: number(value) for name, value in model.scores.items()},
         "findings": [_finding(finding) for finding in summarize(model)],
         "notes": model.notes,
         "info": model.info,

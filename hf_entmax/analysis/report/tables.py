@@ -265,7 +265,7 @@ def write_tables(
     record: dict[str, Any] = {"models": []}
     for model in models:
         entry = {"name": model.name, "num_sentences": model.num_sentences, "num_tokens": model.num_tokens}
-        entry |= {"notes": model.notes, "info": model.info}
+        entry |= {"scores": model.scores, "notes": model.notes, "info": model.info}
         record["models"].append(entry | {name: make(model) for name, make in TABLES.items()})
     written = []
     for name in TABLES:

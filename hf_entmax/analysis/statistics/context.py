@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from hf_entmax.analysis.metrics.forms import HeadWeights
-from hf_entmax.analysis.metrics.roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, chance_sums, text_targets
+from hf_entmax.analysis.metrics.roles import (
+    ALIGNMENT_ROLES,
+    DEPENDENCY_ROLES,
+    TEXT_ROLES,
+    chance_sums,
+    monotone_chance,
+    monotone_mass,
+    text_targets,
+)
 from hf_entmax.analysis.reading.words import TokenTable, question_masks, word_ids
 from hf_entmax.batches.prepare import BatchInfo
 
@@ -26,12 +34,14 @@ class RoleTargets:
         targets: [B, T_q * T_k, number of roles], 0 or 1, floating point.
         queries: float64 [number of roles], queries that have a target.
         chance: float64 [number of roles], mass of an even head on the targets, summed over queries.
+        monotone: which of them is read off the weights themselves (`monotone_mass`), if any.
     """
 
     names: tuple[str, ...]
     targets: Tensor
     queries: Tensor
     chance: Tensor
+    monotone: int | None = None
 
     @classmethod
     def build(cls, names: tuple[str, ...], targets: list[Tensor], pairs: Tensor) -> RoleTargets:
@@ -43,7 +53,10 @@ class RoleTargets:
 
     def mass(self, weights: HeadWeights) -> Tensor:
         """Mass on the targets of every role: float64 [H, number of roles] from weights [B, H, T_q, T_k] in either form."""
-        return weights.target_sums(self.targets).sum(0)
+        mass = weights.target_sums(self.targets).sum(0)
+        if self.monotone is not None:
+            mass[:, self.monotone] = monotone_mass(weights)
+        return mass
 
 
 @dataclass
@@ -170,8 +183,6 @@ def _text_roles(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> RoleTargets:
-    from hf_entmax.analysis.metrics.roles import TEXT_ROLES
-
     cross = context.site == "cross"
     key_ids = info.input_ids if cross else ids
     special = punctuation = tokens = interrogative = question = None
@@ -182,6 +193,10 @@ def _text_roles(
         tokens = key_ids.masked_fill(special | ~key_mask, -1)
         if not cross and context.words is not None:
             interrogative, question = question_masks(table, key_ids, context.words, key_mask, interrogatives)
+    produced = None
+    if cross and ids is not None:  # query i reads token i and produces token i + 1
+        read = ids.masked_fill(~context.pairs.any(-1), -1)
+        produced = torch.nn.functional.pad(read[:, 1:], (0, 1), value=-1)
     targets = text_targets(
         context.pairs,
         context.shift,
@@ -190,11 +205,17 @@ def _text_roles(
         punctuation=punctuation,
         words=context.words,
         tokens=tokens,
+        produced=produced,
         interrogative=interrogative,
         question=question,
         cross=cross,
     )
-    return RoleTargets.build(TEXT_ROLES, targets, context.pairs)
+    roles = RoleTargets.build(TEXT_ROLES, targets, context.pairs)
+    if cross:
+        place = roles.monotone = TEXT_ROLES.index("monotone")
+        queries, chance = monotone_chance(context.pairs)
+        roles.queries[place], roles.chance[place] = queries.sum(), chance.sum()
+    return roles
 
 
 def _add_dependency(context: SiteContext, info: BatchInfo) -> None:

@@ -40,6 +40,7 @@ class AttentionStatistics:
         examples: attention of a few sentences, for the viewer.
         notes: what was left out, and why.
         info: settings and origin, for the record.
+        scores: how good the model is, by name ("accuracy", "perplexity", ...), to stand beside its density in the report.
     """
 
     name: str = "model"
@@ -52,6 +53,7 @@ class AttentionStatistics:
     examples: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
 
     def _map(self, read: Callable[[SiteStatistics], Tensor]) -> dict[str, Tensor]:
         return {site: read(statistics) for site, statistics in self.sites.items()}
@@ -148,6 +150,7 @@ class AttentionStatistics:
             "num_tokens": self.num_tokens,
             "notes": self.notes,
             "info": self.info,
+            "scores": self.scores,
             "sites": {
                 name: {
                     "layers": [dataclasses.asdict(layer) for layer in site.layers],
@@ -195,6 +198,7 @@ class AttentionStatistics:
             num_tokens=header["num_tokens"],
             notes=header["notes"],
             info=header["info"],
+            scores=header.get("scores", {}),
         )
         for name, site in header["sites"].items():
             prefix = f"sums/{name}/"

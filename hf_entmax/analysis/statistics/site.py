@@ -254,7 +254,7 @@ class SiteStatistics:
             if f"{prefix}_mass" not in self.sums:
                 continue
             mass, queries, chance = (self.sums[f"{prefix}_{part}"] for part in ("mass", "queries", "chance"))
-            for place, name in enumerate(names):
+            for place, name in enumerate(names[: mass.shape[-1]]):  # older files know fewer roles
                 score = self._mask(mass[..., place] / queries[:, None, place])
                 result[name] = (score, chance[:, place] / queries[:, place], queries[:, place])
         return result

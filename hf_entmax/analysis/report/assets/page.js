@@ -10,21 +10,30 @@
   const roleLook = {
     previous: ["P", "#0072b2"], current: ["S", "#5a6672"], next: ["N", "#3f9bd6"], first: ["1", "#8a6d00"], special: ["E", "#b08900"],
     punctuation: [".", "#7a5230"], subword: ["W", "#007f5f"], repeated: ["R", "#9b4f96"], induction: ["I", "#c2599f"], question: ["?", "#b3261e"],
+    copy: ["C", "#a3356b"], diagonal: ["/", "#2f7d8c"], monotone: ["M", "#1a6b4f"],
     dependency_head: ["H", "#c25100"], dependent: ["D", "#e07b39"], aligned_output: ["A", "#4b3ca8"], aligned_input: ["B", "#7568cf"],
   };
+  const hasRoles = (model, site) => model.ranked[site].some((layer) => layer.some((roles) => roles.length));
+  const rolesMeasured = data.models.some((model) => Object.keys(model.ranked).some((site) => hasRoles(model, site)));
   const metrics = [
     ["role", "Role", null], ["density", "Density", percent], ["alpha", "α", (v) => fixed(v, 2)], ["max_weight", "Largest weight", percent],
     ["entropy", "Entropy", (v) => fixed(v, 2) + " nats"], ["dependency_accuracy", "Syntax", percent], ["aer_argmax_output", "AER", percent],
     ["importance_masking", "Loss without it", (v) => fixed(v, 4) + " nats"], ["importance_gradient", "Gradient", (v) => fixed(v, 4) + " nats"],
-  ].filter(([key]) => key === "role" || data.models.some((model) => model.heads.some((head) => head[key] !== null && head[key] !== undefined)));
+  ].filter(([key]) => (key === "role" && rolesMeasured) || data.models.some((model) => model.heads.some((head) => head[key] !== null && head[key] !== undefined)));
   const range = {};
-  for (const [key] of metrics.slice(1)) {
+  for (const [key] of metrics.filter(([key]) => key !== "role")) {
     const values = data.models.flatMap((model) => model.heads.map((head) => head[key]).filter((v) => v !== null && v !== undefined));
     range[key] = key === "density" || key === "max_weight" ? [0, 1] : key === "alpha" ? [Math.min(1, ...values), Math.max(2, ...values)] : [Math.min(0, ...values), Math.max(...values)];
   }
   data.models.forEach((model) => { model.byHead = new Map(model.heads.map((head) => [`${head.site}/${head.layer}/${head.head}`, head])); });
 
-  let metric = "role";
+  /* Roles come first where heads have roles; where hardly any has one, what tells the heads apart. */
+  const allHeads = data.models.flatMap((model) => model.heads);
+  const spread = (key) => { const values = allHeads.map((head) => head[key]).filter((v) => v !== null && v !== undefined); return values.length ? Math.max(...values) - Math.min(...values) : 0; };
+  const named = allHeads.filter((head) => head.role).length;
+  const offered = metrics.map(([key]) => key);
+  let metric = named >= 0.1 * allHeads.length && offered.includes("role") ? "role"
+    : ["density", "alpha", "max_weight", "entropy"].find((key) => offered.includes(key) && spread(key) > 0.02) || offered[0] || "role";
   let linked = true;
   const panes = [];
   let table;
@@ -32,18 +41,21 @@
   /* ---------- summary ---------- */
   const chip = (m, [site, layer, head, label]) =>
     make("button", { class: "chip", type: "button", style: `--site:${siteVariable[site]}`, onclick: () => choose(m, site, layer, head, true) }, label);
+  const score = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))).replace("-", "−"));
   const findings = document.getElementById("findings");
   data.models.forEach((model, m) => {
     const list = make("ol", {}, ...model.findings.map((finding) =>
       make("li", {}, make("span", { class: "topic" }, finding.topic), make("div", {}, finding.text,
         finding.heads.length ? make("div", { class: "chips" }, ...finding.heads.map((head) => chip(m, head)), finding.more ? make("span", { class: "quiet" }, `and ${finding.more} more`) : null) : null))));
     const alpha = model.sites.some((site) => site.alpha_mean !== null);
-    const header = make("tr", {}, make("th", {}, "Site"), make("th", {}, "Density"), make("th", {}, "Keys per query"), make("th", {}, "JS"), alpha ? make("th", {}, "Mean α") : null);
+    const header = make("tr", {}, make("th", {}, "Site"), make("th", {}, "Density"), make("th", {}, "Keys per query"), make("th", {}, "Jensen–Shannon divergence (JS)"), alpha ? make("th", {}, "Mean α") : null);
     const body = model.sites.map((site) => make("tr", {},
       make("td", {}, make("span", { class: "dot", style: `background:${siteVariable[site.site]}` }), siteName(site.site).replace("-attention", "")),
       make("td", { class: "meter", style: `background-size:${(100 * (site.density || 0)).toFixed(1)}% calc(100% - 6px)` }, percent(site.density)),
       make("td", {}, fixed(site.mean_support, 1)), make("td", {}, fixed(site.head_diversity)), alpha ? make("td", {}, fixed(site.alpha_mean)) : null));
     const box = make("div", { class: "sitebox" }, make("table", {}, make("thead", {}, header), make("tbody", {}, ...body)));
+    const scores = Object.entries(model.scores);
+    if (scores.length) box.append(make("p", { class: "facts scores" }, ...scores.map(([name, value]) => make("span", {}, `${name} `, make("b", {}, score(value))))));
     findings.append(make("div", { class: "findings" }, make("div", {}, several ? make("p", { class: "model-name" }, model.name) : null, list), box));
   });
 
@@ -91,10 +103,12 @@
     const element = make("div", { class: "pane" }, picker, maps, viewer);
     const title = make("h3"), facts = make("p", { class: "facts" }), stage = make("div", { class: "stage" }), status = make("p", { class: "quiet", "aria-live": "polite" }), side = make("div", { class: "side" });
     const sentence = make("select", { "aria-label": "Sentence", onchange: (event) => { pane.example = Number(event.target.value); pane.show(); follow(pane); } });
+    const controls = make("div", { class: "controls" });
     const slider = make("input", { type: "range", min: 0, max: 50, value: 0, step: 1, "aria-label": "Hide weights below", oninput: (event) => { pane.least = Number(event.target.value) / 100; pane.show(); follow(pane); } });
     const least = make("span", {});
     const views = make("span", { class: "segments" }, ...["arcs", "matrix"].map((view) => make("button", { type: "button", "data-view": view, onclick: () => { pane.view = view; pane.show(); follow(pane); } }, view)));
-    viewer.append(title, facts, make("div", { class: "controls" }, sentence, views, make("label", {}, "hide below", slider, least)), stage, status, side);
+    controls.append(sentence, views, make("label", {}, "hide below", slider, least));
+    viewer.append(title, facts, controls, stage, status, side);
 
     pane.reset = () => {
       const model = data.models[pane.m];
@@ -144,12 +158,15 @@
       title.textContent = `${siteName(pane.site)}, layer ${pane.layer}, head ${pane.head}`;
       const fact = (label, value) => (value === "–" ? null : make("span", {}, `${label} `, make("b", {}, value)));
       facts.replaceChildren(...[
-        fact("role", row.role ? roleName(row.site, row.role) : "none"), fact("density", percent(row.density)), fact("α", fixed(row.alpha)),
+        hasRoles(model, pane.site) ? fact("role", row.role ? roleName(row.site, row.role) : "none") : null, fact("density", percent(row.density)), fact("α", fixed(row.alpha)),
         fact("keys per query", fixed(row.mean_support, 1)), fact("largest weight", percent(row.max_weight)), fact("entropy", row.entropy === null ? "–" : fixed(row.entropy) + " nats"),
       ].filter(Boolean));
       views.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", button.dataset.view === pane.view));
       least.textContent = percent(pane.least, 0);
       const packed = model.examples[pane.example]?.sites[pane.site];
+      controls.hidden = !model.examples.length;
+      stage.hidden = !packed;
+      status.hidden = !model.examples.length;
       if (packed) {
         const keys = packed.keys || packed.queries;
         const weights = headWeights(packed, pane.layer, pane.head);
@@ -162,7 +179,7 @@
         status.textContent = `${nonzero} of ${possible} weights are not zero (${percent(nonzero / possible)})${shown < nonzero ? `, ${shown} drawn` : ""}. ${how}`;
       } else {
         stage.replaceChildren();
-        status.textContent = "No sentence was kept for the viewer.";
+        status.textContent = "This sentence has no attention of that site.";
       }
       const ranked = model.ranked[pane.site][pane.layer][pane.head];
       const bars = make("div", { class: "bars" }, ...ranked.flatMap(([role, score, chance, , evidence]) => [
@@ -170,9 +187,11 @@
         make("span", { class: "track", title: `${evidence} queries` }, make("span", { class: "fill", style: `width:${(100 * score).toFixed(1)}%` }), make("span", { class: "chance", style: `left:${(100 * chance).toFixed(1)}%`, title: `chance ${percent(chance)}` })),
         make("span", { class: "value" }, percent(score)),
       ]));
-      side.replaceChildren(
-        make("div", {}, make("h4", {}, "Weight on the keys of each role, mark = chance"), bars),
-        make("div", {}, make("h4", {}, "Distance of the keys looked at"), profile(model.profiles[pane.site][pane.layer][pane.head])));
+      const distances = model.profiles[pane.site][pane.layer][pane.head];
+      side.replaceChildren(...[
+        ranked.length ? make("div", {}, make("h4", {}, "Weight on the keys of each role, mark = chance"), bars) : null,
+        distances.some((value) => value !== null) ? make("div", {}, make("h4", {}, "Distance of the keys looked at"), profile(distances)) : null].filter(Boolean));
+      side.hidden = !side.childElementCount;
     };
     pane.element = element;
     pane.reset();
@@ -180,7 +199,6 @@
   };
 
   const profile = (values) => {
-    if (values.every((value) => value === null)) return make("p", { class: "quiet" }, "not measured");
     const reach = (values.length - 3) / 2;
     const [width, height, bar] = [290, 84, 290 / values.length];
     const top = Math.max(...values, 0.05);
@@ -206,7 +224,9 @@
       const model = data.models[pane.m];
       if (pane === leader || !model.byHead.has(`${leader.site}/${leader.layer}/${leader.head}`)) continue;
       [pane.site, pane.layer, pane.head, pane.view, pane.least] = [leader.site, leader.layer, leader.head, leader.view, leader.least];
-      if (leader.example < model.examples.length) pane.example = leader.example;
+      const text = data.models[leader.m].examples[leader.example]?.text;
+      const same = model.examples.findIndex((example) => example.text === text);
+      if (same >= 0) pane.example = same;
       pane.element.querySelector('.viewer select').value = pane.example;
       pane.element.querySelector('input[type="range"]').value = Math.round(100 * pane.least);
       pane.show();
@@ -256,7 +276,8 @@
   if (several) {
     const lines = [["density", "Density", percent], ["mean_support", "Keys per query", (v) => fixed(v, 2)], ["entropy", "Entropy (nats)", fixed], ["max_weight", "Largest weight", percent],
       ["head_diversity", "Head diversity (JS, log heads)", (v) => fixed(v, 3)], ["alpha_mean", "Mean α", fixed]];
-    const body = [];
+    const body = [...new Set(data.models.flatMap((model) => Object.keys(model.scores)))].map((name) => make("tr", {}, make("td", {}, "Whole model"), make("td", { class: "text" }, name),
+      ...data.models.map((model) => make("td", {}, score(model.scores[name] ?? null)))));
     for (const site of Object.keys(data.sites)) {
       if (!data.models.some((model) => model.sites.some((row) => row.site === site))) continue;
       for (const [key, label, format] of lines) {
