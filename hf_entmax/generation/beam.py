@@ -240,16 +240,13 @@ def certified_beam_search(
         a :class:`CertifiedGenerateOutput`.
 
     Raises:
-        ValueError: for ``do_sample``, and for outputs that are not collected here.
+        ValueError: for ``do_sample``, and for outputs that are not collected here (``output_scores`` adds nothing to the
+            scores that there always are).
     """
     if generation_config.do_sample:
         raise ValueError("certified_beam_search is a deterministic search: pass do_sample=False.")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if (
-            getattr(generation_config, name, None)
-            and generation_config.return_dict_in_generate
-            and name != "output_scores"
-        ):
+    for name in ("output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, None) and generation_config.return_dict_in_generate:
             raise ValueError(f"certified_beam_search does not collect what {name}=True asks for: leave it out.")
     if (generation_config.length_penalty or 1.0) != 1.0:
         logger.warning_once(

@@ -4,12 +4,15 @@ The other half of ``output_alpha``, sparse probabilities in ``generate()``, need
 ``hf_entmax.generation`` reads the configuration.
 
 Most head models compute their loss inside ``forward``, each in its own lines. A hook on the model works for all of them:
-the model's own output scaling and softcap have been applied to the logits that it sees.
+the model's own output scaling and softcap have been applied to the logits that it sees. TRL's fused head, which makes no
+logits, is given the linear form of the loss from hidden states.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +21,9 @@ from transformers import PreTrainedModel
 
 from hf_entmax import _registration
 from hf_entmax.config import EntmaxConfig
-from hf_entmax.losses import entmax_loss
-from hf_entmax.ops import entmax
+from hf_entmax.losses import entmax_loss, linear_entmax_loss
+from hf_entmax.losses.core import record_support_sizes
+from hf_entmax.ops.candidates import solve_rows
 
 _SUPPORTED = ("conditional generation (encoder-decoder)", "causal language modelling", "masked language modelling",
               "token classification", "sequence classification", "multiple choice")  # fmt: skip
@@ -47,8 +51,12 @@ class OutputLoss:
         self.alpha = alpha
         self.mapping = mapping
         self.shift = shift
-        # In evaluation: of every row of every batch, the classes with a probability above 0 and the positions, summed.
-        self._support: list[Tensor] = []
+        #: Whether the fused head's ``log_probs`` are what the trainer makes its loss of, as TRL's ``SFTTrainer`` does.
+        self.replaces_log_probs = False
+        # Inside `counting_support`: of every row of every batch, the classes with a probability above 0 and the positions,
+        # summed; else None.
+        self.support: list[Tensor] | None = None
+        self._hidden: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Replace ``loss`` in what the model returns; nothing happens where no labels were given."""
@@ -56,10 +64,9 @@ class OutputLoss:
         labels = given.get("labels")
         if labels is None:
             return None
-        logits = _logits(output)
-        loss = self._loss(module, logits, labels, given)
-        if not module.training:
-            self._count_support(logits.detach(), labels, given)
+        if given.get("fused_lm_head"):
+            return self._fused(module, labels, given, output)
+        loss = self._loss(module, _logits(module, output), labels, given)
         auxiliary = _auxiliary(module, output)
         if auxiliary is not None:
             loss = loss + auxiliary
@@ -85,7 +92,7 @@ class OutputLoss:
             )
         logits, labels = self._aligned(logits, labels, given)
         items = given.get("num_items_in_batch")
-        loss = entmax_loss(logits, labels, float(self.alpha or 1.0), reduction="mean" if items is None else "sum")
+        loss = self._entmax_loss(logits, labels, "mean" if items is None else "sum")
         if items is None:
             return loss
         return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -99,22 +106,109 @@ class OutputLoss:
             return logits, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         return logits.reshape(*labels.shape, logits.shape[-1]), labels
 
-    def _count_support(self, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> None:
-        if self.alpha is None or torch.compiler.is_compiling():
-            return
-        logits, labels = self._aligned(logits, labels, given)
-        labels = labels.reshape(len(labels), -1)
-        counted = labels != -100
-        rows = logits.reshape(*labels.shape, logits.shape[-1])[counted]
-        sizes = torch.zeros(labels.shape, dtype=torch.float32, device=logits.device)
-        if len(rows):
-            sizes[counted] = torch.cat([(entmax(part, self.alpha) > 0).sum(-1).float() for part in rows.split(256)])
-        self._support.append(torch.stack([sizes.sum(1), counted.sum(1).float()], 1))
+    def _entmax_loss(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        if self.support is None or torch.compiler.is_compiling():
+            return entmax_loss(logits, labels, float(self.alpha or 1.0), reduction=reduction)
+        with record_support_sizes() as sizes:
+            loss = entmax_loss(logits, labels, float(self.alpha or 1.0), reduction=reduction)
+        self._count(sizes, labels, labels.flatten())
+        return loss
 
-    def take_support(self) -> list[Tensor]:
-        """For each batch since the last call ``[rows, 2]``: support sizes and positions, summed over a row."""
-        taken, self._support = self._support, []
-        return taken
+    def _count(self, sizes: list[Tensor], labels: Tensor, solved: Tensor) -> None:
+        """Sum over the rows of a batch what was solved for their positions, one after the other, ``solved`` among them."""
+        counted = labels != -100
+        found = torch.zeros(labels.shape, device=labels.device)
+        if sizes:
+            found[counted] = torch.cat(sizes)[solved != -100].float()
+        rows = len(labels)
+        sums = [part.reshape(rows, -1).sum(1) for part in (found, counted.float())]
+        self.support.append(torch.stack(sums, 1))  # type: ignore[union-attr]
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Where TRL's fused head is asked for: keep the hidden states that it is about to see."""
+        if not kwargs.get("fused_lm_head") or kwargs.get("labels") is None:
+            return
+        if not self.replaces_log_probs or self.alpha is None:
+            raise ValueError(
+                f"{type(module).__name__} was called with fused_lm_head=True, which gives log-probabilities of a softmax and no "
+                "logits. Only TRL's SFTTrainer makes a loss of them that an entmax loss can stand in for: train with that, "
+                "or patch without output_alpha and output_mapping."
+            )
+        check_fused_head(module)
+
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            handle.remove()
+            self._hidden = output.last_hidden_state
+
+        handle = module.base_model.register_forward_hook(keep)  # type: ignore[union-attr,operator]
+
+    def _fused(self, module: Any, labels: Tensor, given: dict[str, Any], output: Any) -> Any:
+        """Put entmax losses where TRL's fused head has log-probabilities, and the entropy of entmax where it has softmax's."""
+        hidden, self._hidden = self._hidden, None
+        shifted = given.get("shift_labels")
+        if shifted is None:
+            hidden, shifted = hidden[:, :-1], labels[:, 1:]  # type: ignore[index]
+        head = module.get_output_embeddings()
+        hidden, shifted = hidden.to(head.weight.device), shifted.to(head.weight.device)
+        softcap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
+        options = {"bias": head.bias, "softcap": softcap, "reduction": "none"}
+        with record_support_sizes() as sizes:
+            losses = linear_entmax_loss(hidden, head.weight, shifted, float(self.alpha or 1.0), **options)
+        if self.support is not None:
+            self._count(sizes, shifted, shifted[shifted != -100])
+        items = given.get("num_items_in_batch")
+        loss = losses.sum() / (output.label_mask.sum().clamp(min=1) if items is None else items)
+        auxiliary = _auxiliary(module, output)
+        output["loss"] = loss if auxiliary is None else loss + auxiliary
+        output["log_probs"] = -losses
+        if output.entropy is not None:
+            output["entropy"] = self._entropies(hidden.detach(), head, softcap, shifted)
+        return output
+
+    @torch.no_grad()
+    def _entropies(self, hidden: Tensor, head: nn.Linear, softcap: float | None, labels: Tensor) -> Tensor:
+        """Shannon entropies, in nats, of the probabilities at the positions with a label; 0 elsewhere."""
+        places = labels != -100
+        found = [hidden.new_zeros(0)]
+        for part in hidden[places].split(256):
+            logits = torch.nn.functional.linear(part.to(head.weight.dtype), head.weight, head.bias)
+            logits = logits if softcap is None else (logits / softcap).tanh() * softcap
+            solution = solve_rows(logits, float(self.alpha or 1.0) - 1.0)
+            terms = torch.special.entr(solution.probs)
+            if solution.rows is not None:
+                terms = terms.new_zeros(len(part)).index_add_(0, solution.rows, terms)[:, None]
+            found.append(terms.sum(-1).to(hidden.dtype))
+        return hidden.new_zeros(places.shape).masked_scatter(places, torch.cat(found))
+
+
+@contextlib.contextmanager
+def counting_support(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Have the losses of a model say how many classes their probabilities hold.
+
+    Yields:
+        A list that every call with labels adds ``[rows, 2]`` to: support sizes and positions with a label, each summed over
+        a row of the batch. The counts are those of the loss's own solution.
+    """
+    hooks, support = output_losses(model), []
+    before = [hook.support for hook in hooks]
+    for hook in hooks:
+        hook.support = support if hook.alpha is not None else None
+    try:
+        yield support
+    finally:
+        for hook, former in zip(hooks, before, strict=True):
+            hook.support = former
+
+
+def check_fused_head(model: Any) -> None:
+    """Raise ValueError where hidden states and the output layer's weight do not make the model's logits."""
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"{type(model).__name__} scales its logits ({name}={getattr(config, name)}), which the entmax loss on the hidden "
+                "states of TRL's fused head does not: use the Trainer of Transformers, or patch without output_alpha."
+            )
 
 
 def check_output(model: PreTrainedModel, config: EntmaxConfig) -> None:
@@ -173,6 +267,7 @@ def install_output(model: PreTrainedModel, config: EntmaxConfig) -> None:
     except ValueError:
         return  # patch_model has asked before; loading a checkpoint's base model without its head is no mistake
     hook = OutputLoss(config.output_alpha, config.output_mapping, shifts_labels(model))
+    model.register_forward_pre_hook(hook.before_forward, with_kwargs=True)
     model.register_forward_hook(hook, with_kwargs=True)
 
 
@@ -182,6 +277,10 @@ def remove_output(model: nn.Module) -> None:
         if isinstance(hook, OutputLoss):
             del model._forward_hooks[key]
             model._forward_hooks_with_kwargs.pop(key, None)
+    for key, before in list(model._forward_pre_hooks.items()):
+        if isinstance(getattr(before, "__self__", None), OutputLoss):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def output_losses(model: nn.Module) -> list[OutputLoss]:
@@ -211,10 +310,17 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(module: nn.Module, output: Any) -> Tensor:
     if isinstance(output, tuple):
         return output[1]  # (loss, logits, ...): labels were given
-    return output["logits"] if "logits" in output else output["prediction_logits"]
+    for name in ("logits", "prediction_logits"):
+        if output.get(name) is not None:
+            return output[name]
+    raise ValueError(
+        f"{type(module).__name__} was given labels and returned no logits (but {', '.join(output)}): output_alpha and "
+        "output_mapping need them for their loss. Turn off what fuses the loss into the output layer (a Liger kernel's "
+        "fused_linear_cross_entropy, for example), or patch without these options."
+    )
 
 
 def _auxiliary(module: nn.Module, output: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
-from hf_entmax.integration.output_loss import output_losses
+from hf_entmax.integration.output_loss import check_fused_head, counting_support, output_losses
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def install() -> None:
     @functools.wraps(original_init)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
-        _refuse_label_smoothing(self)
+        _refuse_other_losses(self)
 
     @functools.wraps(original_on_log)
     def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
@@ -54,9 +54,9 @@ def install() -> None:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        _take_support(self)  # forget what was counted outside an evaluation
-        result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        support = _mean_support(self, dataloader)
+        with counting_support(self.model) as batches:
+            result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        support = _mean_support(self, dataloader, batches)
         if support is not None and result.metrics is not None:
             result.metrics[f"{metric_key_prefix}_support_size"] = support
         return result
@@ -67,35 +67,57 @@ def install() -> None:
     Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 
-def _refuse_label_smoothing(trainer: Any) -> None:
-    factor = getattr(trainer.args, "label_smoothing_factor", 0.0)
-    entmax = getattr(getattr(trainer.model, "config", None), CONFIG_KEY, None)
-    if not factor or entmax is None:
-        return
-    chosen = {name: entmax.get(name) for name in ("output_alpha", "output_mapping") if entmax.get(name) is not None}
+def _refuse_other_losses(trainer: Any) -> None:
+    """Raise where a trainer would take another loss than the one the model's configuration asks for, without a word.
+
+    Raises:
+        ValueError: naming what would replace the loss, and what to do.
+    """
+    entmax = getattr(getattr(trainer.model, "config", None), CONFIG_KEY, None) or {}
+    chosen = [f"{n}={entmax[n]!r}" for n in ("output_alpha", "output_mapping") if entmax.get(n) is not None]
     if not chosen:
         return
-    name, value = next(iter(chosen.items()))
-    raise ValueError(
-        f"TrainingArguments(label_smoothing_factor={factor}) makes the Trainer compute a smoothed cross-entropy and "
-        f"would silently replace the loss of {name}={value!r}. Set it to 0. For label smoothing in Fenchel-Young form "
-        "give the Trainer compute_loss_func=hf_entmax.training.SmoothedEntmaxLoss(alpha, label_smoothing)."
-    )
+    option, arguments = chosen[0], trainer.args
+    smoothed = "hf_entmax.training.SmoothedEntmaxLoss(alpha, label_smoothing)"
+    if factor := getattr(arguments, "label_smoothing_factor", 0.0):
+        raise ValueError(
+            f"TrainingArguments(label_smoothing_factor={factor}) makes the Trainer compute a smoothed cross-entropy and "
+            f"would silently replace the loss of {option}. Set it to 0. For label smoothing in Fenchel-Young form "
+            f"give the Trainer compute_loss_func={smoothed}."
+        )
+    own = getattr(trainer, "compute_loss_func", None)
+    if own is not None and not getattr(own, "replaces_output_loss", False):
+        raise ValueError(
+            f"compute_loss_func={getattr(own, '__name__', type(own).__name__)} would silently replace the loss of {option}. "
+            f"Leave it out, give {smoothed}, or, where that is what you want, say so: set replaces_output_loss = True on "
+            "the function."
+        )
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    if not kinds:
+        return
+    names = [kind.__name__ for kind in kinds]
+    if "SFTTrainer" not in names:
+        raise ValueError(
+            f"TRL's {names[0]} computes its loss from log-probabilities of a softmax: {option} has no part in it, while "
+            "generate() would draw from sparse probabilities. Patch without the option for this training."
+        )
+    if getattr(arguments, "loss_type", "nll") not in ("nll", "chunked_nll"):
+        raise ValueError(
+            f"SFTConfig(loss_type={arguments.loss_type!r}) would silently replace the loss of {option}: use 'nll', which the "
+            "entmax loss then stands in for, or patch without the option."
+        )
+    for hook in output_losses(trainer.model):
+        hook.replaces_log_probs = True
+    check_fused_head(trainer.model)
 
 
-def _take_support(trainer: Any) -> list[torch.Tensor]:
-    """What the loss hooks of the model counted since the last call: for each batch ``[rows, 2]``."""
-    return [batch for hook in output_losses(trainer.model) for batch in hook.take_support()]
-
-
-def _mean_support(trainer: Any, dataloader: Any) -> float | None:
+def _mean_support(trainer: Any, dataloader: Any, batches: list[torch.Tensor]) -> float | None:
     """Mean number of classes with a probability above 0, over the rows of all processes.
 
     With several processes the last batches are filled up with rows that were there before. They stand last when the
     processes' batches are put one after the other, and are left out, as ``Accelerator.gather_for_metrics`` leaves them
     out: where the length of the data is known. ``None`` where no loss is in place or nothing was counted.
     """
-    batches = _take_support(trainer)
     if not batches:
         return None
     accelerator = trainer.accelerator

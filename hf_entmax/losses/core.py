@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.solve import RowSolution, compute_dtype
+
+_support_sizes: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("support_sizes", default=None)
+
+
+@contextlib.contextmanager
+def record_support_sizes() -> Iterator[list[Tensor]]:
+    """Collect the support sizes of the rows whose losses are computed inside: int64 ``[n]`` for each block, in order.
+
+    They come from the solutions that the losses need anyway. Compiled losses record nothing.
+    """
+    sizes: list[Tensor] = []
+    token = _support_sizes.set(sizes)
+    try:
+        yield sizes
+    finally:
+        _support_sizes.reset(token)
 
 
 @dataclasses.dataclass
@@ -97,6 +116,8 @@ def row_losses(
         need_alpha_slope: compute the derivatives in alpha.
     """
     solution = solve_rows(scores, u)
+    if (sizes := _support_sizes.get()) is not None:
+        sizes.append(solution.support_sizes())
     n, length = scores.shape
     wide = solution.maximum.dtype
     exact = solution.conjugate.dtype

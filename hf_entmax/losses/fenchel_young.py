@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from hf_entmax.losses.blocks import BatchLosses, write_residuals
 from hf_entmax.losses.compiled import entmax_losses
 from hf_entmax.losses.core import sparse_residual
-from hf_entmax.losses.targets import check_alpha, check_labels, check_options, check_shapes
+from hf_entmax.losses.targets import Reduction, check_alpha, check_labels, check_options, check_shapes
 from hf_entmax.ops.solve import compute_dtype
 
 
@@ -81,7 +81,9 @@ class EntmaxLossFunction(torch.autograd.Function):
         return grad_logits, None, None, grad_alpha, None, None
 
 
-def reduce_losses(losses: Tensor, keep: Tensor | None, reduction: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def reduce_losses(
+    losses: Tensor, keep: Tensor | None, reduction: Reduction, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
     """Sum, mean over the rows kept (0 where there is none), or the losses in the shape of the rows."""
     if reduction == "none":
         return losses.reshape(shape).to(dtype)
@@ -97,7 +99,7 @@ def entmax_loss(
     alpha: float | Tensor = 1.5,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     r"""The Fenchel-Young loss of alpha-entmax: cross-entropy at ``alpha = 1``, the sparsemax loss at ``alpha = 2``.
@@ -190,7 +192,7 @@ def entmax15_loss(
     labels: Tensor,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     r"""The 1.5-entmax loss, :func:`entmax_loss` at ``alpha = 1.5``.
@@ -224,7 +226,7 @@ def sparsemax_loss(
     labels: Tensor,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     r"""The sparsemax loss, :func:`entmax_loss` at ``alpha = 2``.
@@ -271,7 +273,7 @@ class EntmaxLoss(nn.Module):
         alpha: float | Tensor = 1.5,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()

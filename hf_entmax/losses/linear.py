@@ -17,7 +17,7 @@ from hf_entmax.losses.core import (
     subtract_target_,
 )
 from hf_entmax.losses.fenchel_young import reduce_losses
-from hf_entmax.losses.targets import check_alpha, check_labels, check_options
+from hf_entmax.losses.targets import Reduction, check_alpha, check_labels, check_options
 from hf_entmax.ops.solve import compute_dtype, exact_dtype
 
 # How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU, and up to twice that where the
@@ -218,7 +218,7 @@ def linear_entmax_loss(
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     chunk_size: int | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-REDUCTIONS = ("none", "mean", "sum")
+Reduction = Literal["none", "mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 def check_options(reduction: str, label_smoothing: float) -> None:

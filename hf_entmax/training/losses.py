@@ -22,6 +22,9 @@ class SmoothedEntmaxLoss:
         shift: predict token t + 1 from position t (causal language models).
     """
 
+    #: Tells the Trainer's hook that this stands in for ``output_alpha`` on purpose.
+    replaces_output_loss = True
+
     def __init__(self, alpha: float = 1.5, label_smoothing: float = 0.1, *, shift: bool = False) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={label_smoothing!r} is not allowed: give a number in [0, 1).")

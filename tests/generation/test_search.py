@@ -365,3 +365,30 @@ def test_adapters_do_not_change_the_search():
         found = dict(zip(map(tuple, result.sequences), result.probabilities, strict=True))
         wanted = dict(zip(map(tuple, expected.sequences), expected.probabilities, strict=True))
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_claimed_follows_from_what_is_known(alone):
+    from hf_entmax.generation.results import Findings
+
+    tolerance, half = 1e-3, math.log(0.5)
+
+    def claims(best=half, **known):
+        result = Findings(finished=[(best, [EOS])], **known).result(tolerance)
+        return result.optimal, result.exhaustive
+
+    assert claims(dead_mass=0.0) == (True, True)
+    # Continuations that were all forbidden leave something unlisted, though nothing that could be more probable.
+    assert claims(dead_mass=0.5) == (True, False)
+    assert Findings(finished=[(half, [EOS])], dead_mass=0.5).result(tolerance).pruned_mass == 0.5
+    # As probable as what was dropped, or better by less than the tolerance, is no proof; nor is being worse by as little.
+    for factor, optimal in (
+        (1 - tolerance / 2, False),
+        (1.0, False),
+        (1 + tolerance / 2, False),
+        (1 + 2 * tolerance, True),
+    ):
+        rival = {"pruned_log_probability": half} if alone else {"unfinished": [(half, [5])]}
+        assert claims(best=half + math.log(factor), **rival) == (optimal, False), factor
+    assert Findings(unfinished=[(half, [5])]).result(tolerance).optimal is False
+    assert Findings().result(tolerance).exhaustive is False

@@ -1,4 +1,7 @@
 import copy
+import dataclasses
+import functools
+import types
 
 import pytest
 import tiny_models as tiny
@@ -209,3 +212,161 @@ def test_multilabel_losses_want_a_multilabel_head():
         _multilabel_model("sparsemin")
     with pytest.raises(ValueError, match="both choose"):
         _multilabel_model("sparsemax", output_alpha=1.5)
+
+
+def test_support_is_counted_from_the_losses_own_solution_and_only_when_asked_for(monkeypatch):
+    from hf_entmax.integration.output_loss import counting_support, output_losses
+    from hf_entmax.losses import core
+
+    solved, original = [], core.solve_rows
+    monkeypatch.setattr(core, "solve_rows", lambda scores, u: (solved.append(len(scores)), original(scores, u))[1])
+    model = patch_model(HEADS["causal"](), output_alpha=1.5).eval()
+    batch = _batch("causal")
+    with torch.no_grad():
+        for _ in range(3):
+            logits = model(**batch).logits
+        once, solved[:] = sum(solved) // 3, []
+        assert all(hook.support is None for hook in output_losses(model))
+        with counting_support(model) as support:
+            model(**batch)
+    assert sum(solved) == once
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    sizes = (hf_entmax.ops.entmax(logits, 1.5) > 0).sum(-1) * (labels != -100)
+    assert support[0].tolist() == torch.stack((sizes.sum(1), (labels != -100).sum(1)), 1).tolist()
+    assert len(support) == 1 and all(hook.support is None for hook in output_losses(model))
+
+
+@dataclasses.dataclass
+class FusedOutput(tf.utils.ModelOutput):
+    """What TRL's fused head returns: no logits."""
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+
+
+def _with_fused_head(model):
+    """As TRL's ``add_fused_lm_head``: log-probabilities of a softmax for the labels, without logits in the output."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, labels=None, num_items_in_batch=None, **kwargs):
+        if not fused_lm_head:
+            return original(*args, labels=labels, **kwargs)
+        hidden, target = self.base_model(*args, **kwargs).last_hidden_state[:, :-1], labels[:, 1:]
+        mask = target != -100
+        probs = self.get_output_embeddings()(hidden).log_softmax(-1)
+        chosen = probs.gather(-1, target.clamp(min=0)[..., None])[..., 0] * mask
+        entropy = torch.special.entr(probs.exp()).sum(-1) * mask
+        return FusedOutput(loss=-chosen.sum() / mask.sum(), log_probs=chosen, entropy=entropy, label_mask=mask)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_head_without_logits_gets_the_linear_form(alpha, softcap):
+    from hf_entmax.integration.output_loss import counting_support, output_losses
+
+    model = patch_model(tiny.build("llama"), alpha=1.5, output_alpha=alpha)
+    batch = _batch("causal")
+    if softcap is not None:
+        model.config.final_logit_softcapping = softcap
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    logits = logits if softcap is None else (logits / softcap).tanh() * softcap
+    labels = batch["labels"][:, 1:]
+    expected = entmax_loss(logits, labels, alpha, reduction="none")
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(expected.sum(), parameters)
+    _with_fused_head(model)
+    for hook in output_losses(model):
+        hook.replaces_log_probs = True
+    with counting_support(model) as support:
+        output = model(**batch, fused_lm_head=True)
+    torch.testing.assert_close(-output.log_probs, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output.loss, expected.sum() / (labels != -100).sum())
+    for found, wanted in zip(torch.autograd.grad(-output.log_probs.sum(), parameters), gradients, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    probs, counted = hf_entmax.ops.entmax(logits.detach(), alpha), labels != -100
+    torch.testing.assert_close(output.entropy, torch.special.entr(probs).sum(-1) * counted, atol=1e-5, rtol=1e-5)
+    assert support[0].tolist() == torch.stack((((probs > 0).sum(-1) * counted).sum(1), counted.sum(1)), 1).tolist()
+    assert not model.base_model._forward_hooks
+    assert model(**batch, num_items_in_batch=7, fused_lm_head=True).loss.item() == pytest.approx(
+        expected.sum().item() / 7
+    )
+    unpatch_model(model)
+    assert not model._forward_pre_hooks
+    assert model(**batch, fused_lm_head=True).log_probs.sum().item() != 0
+
+
+def test_heads_without_logits_that_cannot_be_served_are_refused():
+    model = _with_fused_head(patch_model(tiny.build("llama"), output_alpha=1.5))
+    with pytest.raises(ValueError, match=r"fused_lm_head=True.*SFTTrainer"):
+        model(**_batch("causal"), fused_lm_head=True)
+    cohere = patch_model(tiny.build("llama"), output_alpha=1.5)
+    cohere.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match=r"logit_scale=0\.5"):
+        _sft_trainer(cohere)
+    model = patch_model(tiny.build("llama"), output_alpha=1.5)
+    model.forward = lambda **_: FusedOutput(loss=torch.zeros(()))
+    with pytest.raises(ValueError, match="returned no logits"):
+        model(**_batch("causal"))
+
+
+def _sft_trainer(model, name="SFTTrainer", **options):
+    """A trainer that is TRL's by its module's name."""
+    kind = type(name, (tf.Trainer,), {"__module__": "trl.trainer.made_up"})
+    arguments = tf.TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
+    for key, value in options.items():
+        setattr(arguments, key, value)
+    return kind(model=model, args=arguments)
+
+
+def test_trainers_that_take_another_loss_are_refused_by_name():
+    from hf_entmax.integration.output_loss import output_losses
+
+    def own_loss(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
+
+    def trainer(model, loss):
+        arguments = tf.TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
+        return tf.Trainer(model=model, args=arguments, compute_loss_func=loss)
+
+    model = patch_model(tiny.build("llama"), output_alpha=1.5)
+    with pytest.raises(ValueError, match=r"compute_loss_func=own_loss.*output_alpha=1\.5"):
+        trainer(model, own_loss)
+    trainer(patch_model(tiny.build("llama")), own_loss)
+    with pytest.raises(ValueError, match="TRL's DPOTrainer"):
+        _sft_trainer(model, "DPOTrainer")
+    _sft_trainer(patch_model(tiny.build("llama")), "DPOTrainer")
+    with pytest.raises(ValueError, match="loss_type='dft'"):
+        _sft_trainer(model, loss_type="dft")
+    assert not any(hook.replaces_log_probs for hook in output_losses(model))
+    _sft_trainer(model)
+    assert all(hook.replaces_log_probs for hook in output_losses(model))
+    own_loss.replaces_output_loss = True
+    trainer(model, own_loss)
+
+
+def test_trl_trains_with_the_entmax_loss(tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w1")
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w2")
+    model = patch_model(tiny.build("llama"), alpha=1.5, output_alpha=1.5)
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 10]}, {"input_ids": [11, 12, 13, 14]}]
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, logging_steps=1, bf16=False,
+        per_device_train_batch_size=2, learning_rate=0.0, save_strategy="no",
+    )  # fmt: skip
+    data = Dataset.from_list(rows)
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = entmax_loss(model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:], 1.5)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [pytest.approx(expected.item(), abs=1e-3)]

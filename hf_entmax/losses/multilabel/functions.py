@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
 
 from hf_entmax.losses.multilabel.labels import LabelRows, check_labels, check_weight
 from hf_entmax.losses.multilabel.registry import parse_mapping, resolve
+from hf_entmax.losses.targets import REDUCTIONS, Reduction
 from hf_entmax.ops.controllable import Interval
 from hf_entmax.ops.controllable.domain import holds
 
-EMPTY = ("ignore", "uniform", "error")
-REDUCTIONS = ("mean", "sum", "none")
+Empty = Literal["ignore", "uniform", "error"]
+EMPTY: tuple[Empty, ...] = get_args(Empty)
 THRESHOLD = Interval("threshold", 0.0, 1.0, False, True, "labels whose probability exceeds it are predicted")
 
 
@@ -23,8 +26,8 @@ def multilabel_loss(
     class_weight: Tensor | None = None,
     mask: Tensor | None = None,
     ignore_index: int | None = -100,
-    empty: str = "ignore",
-    reduction: str = "mean",
+    empty: Empty = "ignore",
+    reduction: Reduction = "mean",
     **options: float | Tensor,
 ) -> Tensor:
     r"""The loss of a mapping for rows with any number of labels, see the table at the top of this module.
@@ -184,8 +187,8 @@ class MultilabelLoss(nn.Module):
         *,
         class_weight: Tensor | None = None,
         ignore_index: int | None = -100,
-        empty: str = "ignore",
-        reduction: str = "mean",
+        empty: Empty = "ignore",
+        reduction: Reduction = "mean",
         **options: float | Tensor,
     ) -> None:
         super().__init__()
