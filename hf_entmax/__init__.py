@@ -15,6 +15,7 @@ from hf_entmax._version import __version__
 if TYPE_CHECKING:
     from hf_entmax import analysis, generation, losses, ops, training
     from hf_entmax.config import EntmaxConfig
+    from hf_entmax.integration.discovery import unpatched_softmax
     from hf_entmax.integration.patching import (
         alphas,
         entmax_config,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "EntmaxConfig": "hf_entmax.config",
     "available_backends": "hf_entmax.ops.backends",
+    "unpatched_softmax": "hf_entmax.integration.discovery",
     **dict.fromkeys(
         [
             "alphas",
@@ -66,6 +68,7 @@ __all__ = [
     "softmax_attention",
     "training",
     "unpatch_model",
+    "unpatched_softmax",
 ]
 
 _registration.register(

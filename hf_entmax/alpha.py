@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,28 @@ class LearnedAlpha(nn.Module):
         with torch.no_grad():
             share = (torch.as_tensor(values, dtype=torch.float64, device=self.a.device) - lo) / (hi - lo)
             self.a.copy_(torch.logit(share.clamp(tiny, 1 - tiny)).expand_as(self.a))
+
+    def check_loaded(self, name: str, values: Tensor | None = None) -> None:
+        """Refuse a raw number that is infinite or not a number: it would run as a bound, or as NaN, and never learn.
+
+        Args:
+            name: its key in the checkpoint, for the message.
+            values: what is about to be loaded; the parameter itself if None.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        values = self.a.detach() if values is None else values
+        if values.device.type != "meta" and not values.isfinite().all():
+            raise ValueError(
+                f"The checkpoint holds {values.tolist()} under {name!r}; the raw numbers of learned alphas must be finite. "
+                "The checkpoint is damaged, or its training diverged."
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if isinstance(values := state_dict.get(f"{prefix}a"), Tensor):
+            self.check_loaded(f"{prefix}a", values)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedAlpha:
         # `model.half()`, `model.to(torch.bfloat16)`: follow the device, keep the precision.

@@ -52,6 +52,14 @@ class EntmaxConfig:
     Raises:
         ValueError: if a value is outside what is allowed; the message says what was given and what is allowed.
         TypeError: if a value is of the wrong type.
+
+    Example:
+        >>> from hf_entmax import EntmaxConfig
+        >>> config = EntmaxConfig(alpha=1.5, sites=("cross",))
+        >>> config.replace(alpha=2.0).alpha
+        2.0
+        >>> EntmaxConfig.from_dict(config.to_dict()) == config
+        True
     """
 
     alpha: Literal["learned"] | float = "learned"

@@ -180,9 +180,11 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
 
 
 def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:
-    beside = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if beside is None:
+    own = [p for p in module.parameters() if p.is_floating_point()]
+    if not own:
         return
+    # A model that is being loaded lies on the meta device, but for parameters drawn on the CPU (DiffLlama's lambdas).
+    beside = next((p for p in own if p.device.type == "meta"), own[0])
     dtype = None if keep_dtype else beside.dtype
     if beside.device.type == "meta":
         heads.to_empty(device="meta")

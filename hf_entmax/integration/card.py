@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_entmax._version import __version__
-from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.discovery import attention_sites, unpatched_softmax
 from hf_entmax.integration.interface import CHILD
 
 #: Marks a card as written by this module: such a card is brought up to date, any other is left as its author wrote it.
@@ -58,6 +58,10 @@ Install with `pip install hf_entmax`; it needs `transformers>=5.23,<6`. This car
 {%- endfor %}
 
 alpha = 1 is the softmax, 1.5 is 1.5-entmax, 2 is sparsemax{{ "; each was learned with the model" if learned else "" }}.
+{%- if kept %}
+
+These modules are no attention between the tokens of the model, and keep a softmax of their own: {{ kept }}.
+{%- endif %}
 {%- if output_alpha is not none %}
 
 ## Output
@@ -124,20 +128,21 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID") -> str:
         rows=rows,
         rows_have_alpha=bool(table),
         learned=learned,
+        kept=", ".join(f"`{name}`" for name in unpatched_softmax(model)),
         output_alpha=config.output_alpha,
         output_mapping=config.output_mapping,
     )
 
 
 def write_model_card(model: PreTrainedModel, directory: str | os.PathLike[str]) -> Path | None:
-    """Write the card as ``README.md`` unless somebody's own card is there.
+    """Write the card as ``README.md`` unless something of somebody else's is there: a card, other data, a folder.
 
     Returns:
-        The path, or None where a card was left as it was.
+        The path, or None where what is there was left as it was.
     """
     path = Path(directory) / "README.md"
     if path.exists():
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         if MARKER not in text and _EMPTY_CARD not in text:
             return None
     path.write_text(model_card(model), encoding="utf-8")

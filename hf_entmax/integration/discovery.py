@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass
 
 import transformers  # names are looked up when needed: loading them would install the hooks, which import this file
 from torch import nn
 
-from hf_entmax.config import SITES
-from hf_entmax.integration.families import POOLING_CLASSES, REFUSED
+from hf_entmax.config import SITES, Site
+from hf_entmax.integration.families import BOOLEAN_MASKS, KEPT_CLASSES, REFUSED
+from hf_entmax.integration.forward_code import has_own_softmax, reads_mask_as_boolean, uses_interface
 
 _CROSS_NAME = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
+_CROSS_PARENT = re.compile(r"cross_?att", re.IGNORECASE)
+_ATTENTION_CLASS = re.compile(r"Attention|Attn")
 _HEAD_COUNT_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 
 
@@ -29,17 +31,10 @@ class AttentionSite:
     """
 
     name: str
-    site: str
+    site: Site
     layer: int
     num_heads: int
     module: nn.Module
-
-
-def uses_interface(module: nn.Module) -> bool:
-    """Whether a module calls Transformers' attention interface: whether its own ``forward`` names it."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -79,11 +74,18 @@ def check_supported(model: nn.Module) -> None:
         if isinstance(module, transformers.PreTrainedModel) and not module._can_set_attn_implementation()
     ]
     sites = attention_sites(model)
-    if sites and not bypassing and not closed:
+    misread = [
+        site.name
+        for site in sites
+        if reads_mask_as_boolean(site.module) and getattr(site.module.config, "model_type", None) not in BOOLEAN_MASKS
+    ]
+    if sites and not bypassing and not closed and not misread:
         return
     model_type = getattr(model.config, "model_type", "?")
     reason = REFUSED.get(model_type)
-    named = bypassing or closed
+    named = bypassing or closed or misread
+    if reason is None and misread and not bypassing and not closed:
+        reason = "some of its attention modules read their mask as booleans, where other models read numbers"
     where = f" ({', '.join(named[:3])}{', ...' if len(named) > 3 else ''})" if named else ""
     if reason is None:
         reason = (
@@ -99,33 +101,67 @@ def check_supported(model: nn.Module) -> None:
     )
 
 
-def bypassing_modules(model: nn.Module) -> list[str]:
-    """Names of modules that look like attention but compute their weights outside the interface.
+def unpatched_softmax(model: nn.Module) -> list[str]:
+    """Names of the modules whose ``forward`` keeps a softmax of its own, patched or not.
 
-    Such a module is called ``...Attention...``, owns parameters, and neither it nor anything in or around it calls
-    the interface.
+    Patching replaces the attention between the tokens of a model. What it leaves alone is told here: pooling heads
+    (SigLIP), attention in image tokenizers (Chameleon, Janus), indexers and compressors (DeepSeek-V4), the choice among
+    the entries of a codebook (Wav2Vec2). The code of each module is looked at, not its name.
+
+    Two kinds are not listed, because they weigh no positions of a sequence: routers of mixtures of experts, told by
+    their code, which speaks of experts, or by a class called router or gate; and what a whole model does with its own
+    results, such as class probabilities.
+
+    Args:
+        model: any model, patched or not.
+
+    Returns:
+        Dotted names in module order. For a model that `patch_model` accepts, this is all that stays a softmax when
+        every site is patched; for one that it refuses, its own attention is among them.
+
+    Example:
+        >>> from transformers import SiglipVisionConfig, SiglipVisionModel
+        >>> import hf_entmax
+        >>> config = SiglipVisionConfig(
+        ...     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        ... )
+        >>> hf_entmax.unpatched_softmax(SiglipVisionModel(config))
+        ['head.attention']
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, transformers.PreTrainedModel) and has_own_softmax(module)
+    ]
+
+
+def bypassing_modules(model: nn.Module) -> list[str]:
+    """Names of modules that are attention but compute their weights outside the interface.
+
+    Such a module is called attention, computes a softmax of its own, and neither it nor anything in or around it calls
+    the interface. Pooling heads and image tokenizers keep theirs on purpose.
     """
     modules = dict(model.named_modules())
     reached = [name for name, module in modules.items() if uses_interface(module)]
-    pooling = [name for name, module in modules.items() if type(module).__name__ in POOLING_CLASSES]
-    suspects = []
-    for name, module in modules.items():
-        if "Attention" not in type(module).__name__ or not any(True for _ in module.parameters()):
-            continue
-        if any(_within(r, name) or _within(name, r) for r in reached) or any(_within(name, p) for p in pooling):
-            continue
-        suspects.append(name)
-    # Of a wrapper and the module it wraps, name the inner one.
-    return [name for name in suspects if not any(other != name and _within(other, name) for other in suspects)]
+    kept = [name for name, module in modules.items() if KEPT_CLASSES.search(type(module).__name__)]
+    return [
+        name
+        for name in unpatched_softmax(model)
+        if _ATTENTION_CLASS.search(type(modules[name]).__name__)
+        and not any(_within(r, name) or _within(name, r) for r in reached)
+        and not any(_within(name, k) for k in kept)
+    ]
 
 
 def _within(name: str, ancestor: str) -> bool:
     return name == ancestor or name.startswith(ancestor + ".")
 
 
-def _site(name: str, module: nn.Module) -> str:
-    class_and_name = f"{name.rpartition('.')[2]} {type(module).__name__}"
-    if getattr(module, "is_cross_attention", False) or _CROSS_NAME.search(class_and_name):
+def _site(name: str, module: nn.Module) -> Site:
+    *_, parent, own = ("", *name.split("."))
+    if getattr(module, "is_cross_attention", False) or _CROSS_NAME.search(f"{own} {type(module).__name__}"):
+        return "cross"
+    if _CROSS_PARENT.search(parent) and "self" not in own:  # BLIP-2: crossattention.attention
         return "cross"
     causal = getattr(module, "is_causal", None)
     if causal is None:
@@ -139,6 +175,8 @@ def _head_count(name: str, module: nn.Module) -> int:
             count = getattr(holder, attribute, None)
             if isinstance(count, int) and count > 0:
                 return count
+    if isinstance(groups := getattr(module, "groups", None), int):  # Florence-2 attends between channels, in groups
+        return groups
     raise ValueError(
         f"The number of heads of {name!r} ({type(module).__name__}) cannot be found under any of {list(_HEAD_COUNT_NAMES)}."
     )

@@ -5,6 +5,8 @@ A family that is not named here is judged by its code alone (see ``discovery``):
 
 from __future__ import annotations
 
+import re
+
 #: ``config.model_type`` -> why its attention cannot be patched (it computes the softmax itself, outside Transformers'
 #: attention interface, or only some of its sites go through the interface).
 REFUSED: dict[str, str] = {
@@ -38,7 +40,9 @@ REFUSED: dict[str, str] = {
     "xlnet": "its two-stream attention computes its own softmax",
 }
 
-#: Classes that hold a small softmax of their own which is no attention between tokens of a text; they stay as they are.
-POOLING_CLASSES: frozenset[str] = frozenset(
-    {"MultiheadAttention", "SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead"}
-)
+#: Attention whose softmax stays on purpose, by class: it pools a sequence into one vector, or it lies in an image
+#: tokenizer, whose output is a code and no attention between the tokens of the model.
+KEPT_CLASSES: re.Pattern[str] = re.compile(r"Pooling|Pooler|VQVAE")
+
+#: ``config.model_type`` of models whose attention reads the mask as booleans, whatever the attention implementation.
+BOOLEAN_MASKS: frozenset[str] = frozenset({"nemotron_asr_streaming_encoder", "parakeet_encoder"})

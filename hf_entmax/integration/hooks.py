@@ -105,6 +105,9 @@ def _adjust_keys(original: Callable[..., Any]) -> Callable[..., Any]:
                 "configuration. To patch a plain softmax checkpoint, load it with its own config and call "
                 "hf_entmax.patch_model(model)."
             )
+        for name, module in self.named_modules():
+            if isinstance(module, LearnedAlpha):
+                module.check_loaded(f"{name}.a")
         return result
 
     return adjust_missing_and_unexpected_keys

@@ -40,6 +40,8 @@ def entmax_attention_forward(
     sinks: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as ``AttentionInterface`` wants it, with the mapping of the module that calls.
@@ -61,6 +63,8 @@ def entmax_attention_forward(
         sinks: see ``s_aux``.
         cu_seq_lens_q: ``[n + 1]`` bounds of sequences packed into one row; queries see only keys of their sequence.
         cu_seq_lens_k: likewise for keys; the same as ``cu_seq_lens_q`` if None.
+        indices: ``[B, T_q, n]`` keys that an indexer chose (DeepSeek-V3.2); a query sees only its own.
+        block_indices: ``[B, H_i, T_q, n]`` blocks of keys that an indexer chose (MiniMax-M3), -1 for none; see ``indices``.
         **kwargs: what Transformers passes to every attention function; ``output_attentions`` is read.
 
     Returns:
@@ -91,6 +95,10 @@ def entmax_attention_forward(
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         options = options.restricted(_same_sequence(query, key, cu_seq_lens_q, bounds_k))
+    if indices is not None:
+        options = options.restricted(_chosen(indices, key_length)[:, None])
+    if block_indices is not None:
+        options = options.restricted(_chosen_blocks(module, block_indices, query.shape[1], key_length))
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value, options = _append_sink(query, key, value, sink, options)
@@ -162,6 +170,20 @@ def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tenso
 
     same = number(query.shape[-2], bounds_q)[:, None] == number(key.shape[-2], bounds_k)[None, :]
     return same[None, None]
+
+
+def _chosen(indices: Tensor, length: int) -> Tensor:
+    """Bool ``[..., length]``: which positions stand in ``indices``, where negative numbers name none."""
+    found = indices.new_zeros((*indices.shape[:-1], length + 1), dtype=torch.bool)
+    found.scatter_(-1, indices.long().where(indices >= 0, length), True)
+    return found[..., :length]
+
+
+def _chosen_blocks(module: nn.Module, indices: Tensor, heads: int, length: int) -> Tensor:
+    """Bool ``[B, H, T_q, T_k]``: whether a key lies in a block that was chosen for the group of heads."""
+    size: int = module.indexer.block_size  # type: ignore[assignment,union-attr]
+    blocks = _chosen(indices, -(-length // size))
+    return blocks.repeat_interleave(size, -1)[..., :length].repeat_interleave(heads // indices.shape[1], 1)
 
 
 def _append_sink(

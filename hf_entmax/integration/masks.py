@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
+
+from hf_entmax.integration.families import BOOLEAN_MASKS
 
 
 class Limits(NamedTuple):
@@ -92,25 +94,19 @@ def entmax_mask(
         mask_function: ``(batch, head, query, key) -> bool``.
         attention_mask: ``[B, length]``, nonzero for real tokens, or None.
         dtype: of the additive mask.
-        **kwargs: for ``eager_mask``.
+        **kwargs: for ``eager_mask``; ``config`` says which model asks.
 
     Returns:
-        A `StructuredMask` where ``mask_function`` is a causal, bidirectional or sliding-window one and the last query
+        A bool mask, True = may attend, for the few models that read it as that (``families.BOOLEAN_MASKS``). Otherwise
+        a `StructuredMask` where ``mask_function`` is a causal, bidirectional or sliding-window one and the last query
         stands at the last key; otherwise the dense additive mask, or None where ``eager_mask`` says that none is needed.
     """
+    given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    if getattr(kwargs.get("config"), "model_type", None) in BOOLEAN_MASKS:
+        return sdpa_mask(*given, **{**kwargs, "allow_is_causal_skip": False})  # type: ignore[arg-type]
 
     def build() -> Tensor | None:
-        return eager_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,  # type: ignore[arg-type]
-            kv_offset,
-            mask_function,
-            attention_mask,
-            dtype,
-            **kwargs,
-        )
+        return eager_mask(*given, dtype, **kwargs)  # type: ignore[arg-type]
 
     if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or isinstance(q_offset, Tensor):
         return build()

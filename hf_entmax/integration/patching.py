@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
-from hf_entmax.config import EntmaxConfig, config_from
+from hf_entmax.config import EntmaxConfig, Site, config_from
 from hf_entmax.integration import attach as attaching
 from hf_entmax.integration.config_hook import CONFIG_KEY
-from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
+from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
 
@@ -34,6 +35,9 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
     model goes on to train, generate, save and load as before; a saved checkpoint can only be loaded where hf_entmax
     is imported.
 
+    What has a softmax outside its attention, such as a pooling head, keeps it and is named in a warning (see
+    ``unpatched_softmax``).
+
     Args:
         model: any ``PreTrainedModel`` whose attention goes through Transformers' attention interface.
         config: an ``EntmaxConfig`` or a dict of its fields; the default learns alpha everywhere.
@@ -48,8 +52,12 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
             range. The model is then as it was.
 
     Example:
-        >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
-        >>> model = patch_model(model, alpha_init=1.2)
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> model = hf_entmax.patch_model(model, alpha_init=1.2)
+        >>> hf_entmax.alphas(model)
+        {'decoder_self': tensor([[1.2000, 1.2000]])}
     """
     config = config_from(config, options)
     check_supported(model)
@@ -75,6 +83,13 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
         _keep_float32(submodel, config)
     install_output(model, config)
     model.add_model_tags(list(MODEL_TAGS))
+    if kept := unpatched_softmax(model):
+        named = f"{', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}"
+        warnings.warn(
+            f"{len(kept)} module{'s' * (len(kept) > 1)} of this {type(model).__name__} outside the attention interface "
+            f"keep{'s' * (len(kept) == 1)} a softmax: {named}. hf_entmax.unpatched_softmax(model) lists all of them.",
+            stacklevel=2,
+        )
     return model
 
 
@@ -83,6 +98,14 @@ def unpatch_model(model: ModelT) -> ModelT:
 
     Raises:
         ValueError: if the model is not patched.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> model = hf_entmax.unpatch_model(hf_entmax.patch_model(model))
+        >>> hf_entmax.is_patched(model)
+        False
     """
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched: there is nothing to undo.")
@@ -107,7 +130,15 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model (or, for a wrapped one, the model inside) carries an entmax configuration."""
+    """Whether a model (or, for a wrapped one, the model inside) carries an entmax configuration.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> hf_entmax.is_patched(model), hf_entmax.is_patched(hf_entmax.patch_model(model))
+        (False, True)
+    """
     config = getattr(model, "config", None)
     return getattr(config, CONFIG_KEY, None) is not None
 
@@ -123,7 +154,7 @@ def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
     return EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
 
 
-def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
+def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[Site, Tensor]:
     """The alpha of every head.
 
     Args:
@@ -136,6 +167,13 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if the model is not patched, or its mapping has no alpha.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> hf_entmax.alphas(hf_entmax.patch_model(model, alpha=1.5))
+        {'decoder_self': tensor([[1.5000, 1.5000]])}
     """
     mapping = entmax_config(model).mapping
     if mapping != "entmax":
@@ -155,7 +193,7 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
     return table
 
 
-def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | float]) -> None:
+def set_alphas(model: PreTrainedModel, values: float | Mapping[Site, Tensor | float]) -> None:
     """Set the alphas of a patched model in place.
 
     Args:
@@ -165,6 +203,16 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
 
     Raises:
         ValueError: if the model is not patched, a site is unknown, a shape does not fit, or a number is out of range.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> import torch
+        >>> model = hf_entmax.patch_model(model)
+        >>> hf_entmax.set_alphas(model, {"decoder_self": torch.tensor([[1.25, 1.75]])})
+        >>> hf_entmax.alphas(model)
+        {'decoder_self': tensor([[1.2500, 1.7500]])}
     """
     config = entmax_config(model)
     if config.alpha != "learned":
@@ -249,6 +297,17 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
 
     Raises:
         ValueError: if the model is not patched.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> model = hf_entmax.patch_model(model, alpha=2.0)
+        >>> with hf_entmax.softmax_attention(model):
+        ...     hf_entmax.alphas(model)
+        {'decoder_self': tensor([[1., 1.]])}
+        >>> hf_entmax.alphas(model)
+        {'decoder_self': tensor([[2., 2.]])}
     """
     entmax_config(model)
     held = [

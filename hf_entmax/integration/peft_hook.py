@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         _make_ready(model, peft_config)
         original(self, model, peft_config, *args, **kwargs)
+        _warn_of_frozen_alphas(self, peft_config)
 
     return init
 
@@ -120,6 +122,19 @@ def _inject(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
+
+
+def _warn_of_frozen_alphas(model: Any, peft_config: Any) -> None:
+    """Say that PEFT froze learned alphas. It is no error: an adapter over alphas that are learned already is as usual."""
+    if getattr(peft_config, "inference_mode", False):
+        return
+    alphas = [p for name, p in model.named_parameters() if f".{CHILD}." in name]
+    if alphas and not any(p.requires_grad for p in alphas):
+        warnings.warn(
+            f"PEFT froze all learned alphas of this model: they stay as they are. To train them give {type(peft_config).__name__}"
+            f"(modules_to_save=[{CHILD!r}], ...).",
+            stacklevel=4,
+        )
 
 
 def _make_ready(model: Any, peft_config: Any) -> None:
@@ -159,4 +174,5 @@ def _load_numbers(model: nn.Module, state: dict[str, list[float]]) -> None:
         )
     with torch.no_grad():
         for name, values in state.items():
+            model.get_submodule(name.rpartition(".")[0]).check_loaded(name, torch.tensor(values))
             own[name].copy_(torch.tensor(values))

@@ -123,3 +123,23 @@ def test_the_output_loss_works_inside_lora(tmp_path):
     batch = {**tiny.inputs("llama"), "labels": tiny.inputs("llama")["input_ids"]}
     out = model(**batch)
     assert torch.allclose(out.loss, entmax_loss(out.logits[:, :-1], batch["labels"][:, 1:], 1.5), atol=1e-6)
+
+
+def test_alphas_that_peft_froze_are_said_once():
+    """They look learned and never move; an adapter over them may be wanted, so that it is a warning."""
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    with pytest.warns(UserWarning, match=r"froze all learned alphas.*LoraConfig\(modules_to_save=\['entmax_norm'\]"):
+        model = peft.get_peft_model(patch_model(tiny.build("llama")), peft.LoraConfig(**lora))
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "entmax_norm" in n)
+
+
+@pytest.mark.parametrize(
+    "options, lora",
+    [({}, {"modules_to_save": ["entmax_norm"]}), ({"alpha": 1.5}, {}), ({}, {"inference_mode": True})],
+    ids=["trained", "fixed", "inference"],
+)
+def test_no_warning_where_nothing_learned_is_frozen(options, lora, recwarn):
+    peft.get_peft_model(
+        patch_model(tiny.build("llama"), **options), peft.LoraConfig(r=2, target_modules=["q_proj"], **lora)
+    )
+    assert not [w for w in recwarn if "froze" in str(w.message)]

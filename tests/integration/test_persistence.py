@@ -241,6 +241,45 @@ def test_checkpoint_with_the_wrong_number_of_heads(tmp_path):
         tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_raw_alpha_that_is_not_finite(value, tmp_path):
+    """It would run as the upper or the lower bound, or as NaN, and never move again."""
+    model = _patched("bart")
+    model.save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    key = next(k for k in weights if "decoder" in k and "entmax_norm" in k)
+    weights[key][2] = value
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{key}.*must be finite"):
+        tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    # As the Trainer does when it goes on, or takes the best checkpoint.
+    with pytest.raises(ValueError, match=rf"{key}.*must be finite"):
+        model.load_state_dict(weights, strict=False)
+
+
+def test_parameters_drawn_on_the_cpu_while_the_model_is_on_meta(tmp_path):
+    """DiffLlama draws some of its own where the model is built, whatever the device."""
+    config = tf.DiffLlamaConfig(
+        vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=20
+    )
+    torch.manual_seed(0)
+    model = patch_model(tf.DiffLlamaForCausalLM(config), alpha_init=1.4).eval()
+    model.save_pretrained(tmp_path)
+    assert _same(model, tf.AutoModelForCausalLM.from_pretrained(tmp_path), "llama")
+
+
+@pytest.mark.parametrize("kind", ["folder", "binary"])
+def test_a_readme_that_is_no_text_is_left_alone(kind, tmp_path):
+    path = tmp_path / "README.md"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff\xfe\x00\x81")
+    _patched("gpt2").save_pretrained(tmp_path)
+    assert is_patched(tf.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert path.is_dir() if kind == "folder" else path.read_bytes() == b"\xff\xfe\x00\x81"
+
+
 def test_newer_schema_unknown_field_and_damaged_record(tmp_path):
     _patched("gpt2").save_pretrained(tmp_path)
     original = (tmp_path / "config.json").read_text()

@@ -1,0 +1,96 @@
+"""What the code of a module's ``forward`` does: whether it calls the attention interface, or a softmax of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+#: Names of functions that give softmax weights. ``softmax_scale`` is a number, and ``softmax_scaling`` a module.
+_SOFTMAX = re.compile(
+    r"(\w+_)?softmax|\w*Softmax|logsumexp|scaled_dot_product_attention|multi_head_attention_forward|flex_attention"
+    r"|_?(sdpa|flash)_attention_forward"
+)
+#: A router weighs experts, not tokens: its code speaks of experts, or it is called a router or a gate.
+_ROUTER_CLASS = re.compile(r"Router|Gating|Gate$|MoE$")
+_ROUTER_CODE = re.compile(r"expert|router", re.IGNORECASE)
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module calls Transformers' attention interface: whether its own ``forward`` names it."""
+    return _INTERFACE in _names(type(module).forward)
+
+
+def reads_mask_as_boolean(module: nn.Module) -> bool:
+    """Whether an attention module inverts its mask by ``logical_not``, which is wrong for an additive mask."""
+    return "logical_not" in _names(type(module).forward)
+
+
+def has_own_softmax(module: nn.Module) -> bool:
+    """Whether a module's ``forward``, or a function or method that it calls, computes a softmax outside the interface.
+
+    Not counted: modules that call the interface (the eager function beside it is for other implementations), routers of
+    mixtures of experts, and ``nn.Softmax`` itself, which counts for the module that holds it.
+    """
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax)) or uses_interface(module):
+        return False
+    if not _computes_softmax(type(module)) and not any(isinstance(child, nn.Softmax) for child in module.children()):
+        return False
+    return not _is_router(type(module))
+
+
+@functools.cache
+def _computes_softmax(cls: type[nn.Module]) -> bool:
+    return any(_SOFTMAX.fullmatch(name) for function in _called(cls) for name in _names(function))
+
+
+@functools.cache
+def _is_router(cls: type[nn.Module]) -> bool:
+    if _ROUTER_CLASS.search(cls.__name__):
+        return True
+    codes = [code for function in _called(cls) for code in _codes(function.__code__)]
+    return any(_ROUTER_CODE.search(name) for code in codes for name in (*code.co_names, *code.co_varnames))
+
+
+def _called(cls: type[nn.Module]) -> list[types.FunctionType]:
+    """``forward`` and, from there on, the class's methods and its package's functions that are named in what is called."""
+    waiting, found = [cls.forward], []
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, types.FunctionType) or function in found:
+            continue
+        found.append(function)
+        package = function.__module__.rpartition(".")[0]
+        for name in _names(function):
+            helper = function.__globals__.get(name)
+            if isinstance(helper, types.FunctionType) and helper.__module__.rpartition(".")[0] == package:
+                waiting.append(helper)
+            waiting.extend(_methods(cls, name, every="super" in _names(function)))
+    return found
+
+
+def _methods(cls: type[nn.Module], name: str, *, every: bool) -> list[types.FunctionType]:
+    """The method of that name that an instance has; with ``every`` those it overrides as well."""
+    found = [getattr(vars(base)[name], "__func__", vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
+    methods = [method for method in found if isinstance(method, types.FunctionType)]
+    # What torch and Transformers give to every module is none of its attention.
+    common = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation")
+    return [m for m in (methods if every else methods[:1]) if not m.__module__.startswith(common)]
+
+
+def _names(function: object) -> set[str]:
+    """All names that a function's code uses, those of the functions inside it too."""
+    code = getattr(inspect.unwrap(function), "__code__", None)  # type: ignore[arg-type]
+    return set() if code is None else {name for part in _codes(code) for name in part.co_names}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

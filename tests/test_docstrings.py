@@ -1,0 +1,31 @@
+"""The examples in the docstrings of the public names run as they stand."""
+
+import doctest
+import importlib
+
+import pytest
+
+#: Dotted names whose docstrings have an example.
+EXAMPLES = [
+    "hf_entmax.EntmaxConfig",
+    "hf_entmax.alphas",
+    "hf_entmax.is_patched",
+    "hf_entmax.patch_model",
+    "hf_entmax.set_alphas",
+    "hf_entmax.softmax_attention",
+    "hf_entmax.unpatch_model",
+    "hf_entmax.unpatched_softmax",
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*outside the attention interface")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_runs(name):
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    examples = doctest.DocTestFinder(recurse=False).find(value, name, globs={})
+    assert sum(len(example.examples) for example in examples) > 0, f"{name} has no example"
+    for example in examples:
+        report: list[str] = []
+        result = doctest.DocTestRunner().run(example, out=report.append)
+        assert not result.failed, "".join(report)
