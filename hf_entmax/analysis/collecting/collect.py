@@ -101,6 +101,17 @@ def collect(
 
     Reference:
         Correia, Niculae, Martins 2019, section 5.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_entmax import patch_model
+        >>> from hf_entmax.analysis import collect
+        >>> config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8)
+        >>> model = patch_model(BertModel(config), alpha=1.5)
+        >>> batch = {"input_ids": torch.randint(1, 20, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
+        >>> collect(model, [batch]).density["encoder_self"].shape  # layers, heads
+        torch.Size([2, 4])
     """
     _check_options(groups, sites, max_distance, alignment_threshold, density_threshold, on_error)
     if isinstance(batches, Mapping):
@@ -284,7 +295,7 @@ class _Collector:
         )
         order = [site for site in SITES if site in self.sums] + [site for site in self.sums if site not in SITES]
         for site in order:
-            sums = {key: value.cpu() for key, value in self.sums[site].sums.items()}
+            sums = self.sums[site].finished()
             relations = UNIVERSAL_RELATIONS if "dependency" in self.options.groups else ()
             statistics.sites[site] = SiteStatistics(
                 site, list(self.layers[site]), sums, self.options.max_distance, relations

@@ -62,11 +62,7 @@ class Example:
 
 
 def collect_examples(
-    model: Any,
-    batches: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    limit: int = 6,
-    max_tokens: int = 40,
+    model: Any, batches: Iterable[Mapping[str, Any]], tokenizer: Any, limit: int = 6, max_tokens: int = 40
 ) -> list[Example]:
     """Runs single sentences and keeps all their attention weights.
 

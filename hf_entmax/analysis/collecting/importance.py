@@ -71,13 +71,10 @@ def head_importance(
         from accelerate.utils import gather_object
 
         # A process without a batch has not met the repeated calls of a shared module.
-        for key, count in gather_object([(key, len(value)) for key, value in sums.items()]):
-            sums.setdefault(key, torch.zeros(count, dtype=torch.float64))
-        sums = dict(sorted(sums.items()))
-        flat = torch.cat([counted, *sums.values()])
-        flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()  # type: ignore[union-attr]
-        counted, *parts = flat.split([1, *[len(value) for value in sums.values()]])
-        sums = dict(zip(sums, parts, strict=True))
+        everyone = gather_object([(sums, counted)])
+        keys = sorted({key for part, _ in everyone for key in part})
+        sums = {key: sum(part[key] for part, _ in everyone if key in part) for key in keys}
+        counted = sum(count for _, count in everyone)
     if not float(counted):
         raise ValueError("head importance needs at least one label that counts; there was none.")
     result: dict[str, Tensor] = {}

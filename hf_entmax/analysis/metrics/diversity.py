@@ -28,11 +28,7 @@ def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) ->
 
 
 def head_diversity(
-    weights: Tensor,
-    key_mask: Tensor,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    normalize: bool = True,
+    weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, normalize: bool = True
 ) -> Tensor:
     r"""Jensen-Shannon divergence between the heads of a layer, averaged over all real queries.
 
@@ -56,6 +52,13 @@ def head_diversity(
 
     Reference:
         Correia, Niculae, Martins 2019, equation 11 and figure 6.
+
+    Example:
+        >>> import torch
+        >>> from hf_entmax.analysis import head_diversity
+        >>> apart = torch.eye(2).expand(1, 2, 2).clone().view(1, 2, 1, 2)  # two heads that share no key
+        >>> head_diversity(apart, torch.ones(1, 2, dtype=torch.bool))
+        tensor(1.)
     """
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
     total = divergence_sums(keep_pairs(weights, pairs)).sum()

@@ -36,11 +36,7 @@ def _check_offset(offset: int) -> int:
 
 
 def positional_confidence(
-    weights: Tensor,
-    key_mask: Tensor,
-    offset: int = -1,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
+    weights: Tensor, key_mask: Tensor, offset: int = -1, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     r"""Mean weight that a head puts on the key at a fixed distance from the query.
 
@@ -63,6 +59,13 @@ def positional_confidence(
 
     Reference:
         Correia, Niculae, Martins 2019, section 5.2 and figure 7.
+
+    Example:
+        >>> import torch
+        >>> from hf_entmax.analysis import positional_confidence
+        >>> weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.5, 0.5]]]])  # one head, three tokens
+        >>> positional_confidence(weights, torch.ones(1, 3, dtype=torch.bool), offset=-1)  # of 0.9 and 0.5
+        tensor([0.7000])
     """
     _check_offset(offset)
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
@@ -72,11 +75,7 @@ def positional_confidence(
 
 
 def positional_share(
-    weights: Tensor,
-    key_mask: Tensor,
-    offset: int = -1,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
+    weights: Tensor, key_mask: Tensor, offset: int = -1, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """Fraction of the queries whose largest weight lies at a fixed distance.
 
@@ -107,11 +106,7 @@ def positional_share(
 
 
 def distance_profile(
-    weights: Tensor,
-    key_mask: Tensor,
-    max_distance: int = 10,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
+    weights: Tensor, key_mask: Tensor, max_distance: int = 10, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     r"""Share of a head's mass at every distance between key and query.
 

@@ -36,11 +36,7 @@ def entropy_sums(weights: HeadWeights) -> Tensor:
 
 
 def density(
-    weights: Tensor,
-    key_mask: Tensor,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    threshold: float = 0.0,
+    weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
     r"""Fraction of the possible weights that are not zero, per head.
 
@@ -66,6 +62,13 @@ def density(
 
     Reference:
         Correia, Niculae, Martins 2019, "Adaptively Sparse Transformers", section 5.1 and figures 4 and 5.
+
+    Example:
+        >>> import torch
+        >>> from hf_entmax.analysis import density
+        >>> weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.5, 0.5]]]])  # one head, three tokens
+        >>> density(weights, torch.ones(1, 3, dtype=torch.bool), causal=True)  # 5 of 6 weights
+        tensor([0.8333])
     """
     pairs = possible_pairs(weights, key_mask, query_mask, causal)
     counts = support_counts(keep_pairs(weights, pairs), threshold)
@@ -73,11 +76,7 @@ def density(
 
 
 def sentence_density(
-    weights: Tensor,
-    key_mask: Tensor,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    threshold: float = 0.0,
+    weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
     """Density of every head in every sentence of the batch by itself.
 
@@ -140,11 +139,7 @@ def ambiguity(
 
 
 def mean_support(
-    weights: Tensor,
-    key_mask: Tensor,
-    query_mask: Tensor | None = None,
-    causal: bool = False,
-    threshold: float = 0.0,
+    weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
     """Mean number of keys with nonzero weight per query, per head.
 

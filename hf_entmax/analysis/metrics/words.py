@@ -138,11 +138,7 @@ def subword_merging(weights: Tensor, word_ids: Tensor, key_mask: Tensor | None =
     return ratio((several + single).sum(0), (num_several + num_single).sum(), result_dtype(weights))
 
 
-def interrogation(
-    weights: Tensor,
-    interrogative_mask: Tensor,
-    question_mask: Tensor,
-) -> Tensor:
+def interrogation(weights: Tensor, interrogative_mask: Tensor, question_mask: Tensor) -> Tensor:
     """Mean weight on the question mark of a sentence from its interrogative words.
 
     Args:

@@ -43,6 +43,16 @@ def write_report(
     Raises:
         TypeError: not statistics. ValueError: an empty sequence, statistics without any site, or a score that is not one
             number per model.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> from hf_entmax.analysis import collect, write_report
+        >>> model = GPT2Model(GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2))
+        >>> statistics = collect(model, [{"input_ids": torch.randint(20, (3, 7))}], name="small GPT-2")
+        >>> folder = tempfile.mkdtemp()
+        >>> write_report(statistics, folder, scores={"perplexity": [21.3]}, figures=False).name
+        'report.html'
     """
     models = [statistics] if isinstance(statistics, AttentionStatistics) else list(statistics)
     for model in models:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,7 @@ from hf_entmax.analysis.collecting.examples import Example, Token
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES
 from hf_entmax.analysis.plots.style import SITE_COLOURS, SITE_NAMES
 from hf_entmax.analysis.report.findings import Finding, compare, head_name, summarize
-from hf_entmax.analysis.report.tables import (
-    census_rows,
-    head_rows,
-    layer_rows,
-    number,
-    relation_rows,
-    sentence_rows,
-    site_rows,
-)
+from hf_entmax.analysis.report.tables import head_rows, relation_rows, sentence_rows, site_rows
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 #: Digits kept of every number in the page; the files beside it have all of them.
@@ -46,23 +40,11 @@ def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> 
 
 
 def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
-    profiles = {
-        site: [[[_round(number(v)) for v in head] for head in layer] for layer in value.distance_profile().tolist()]
-        for site, value in model.sites.items()
-    }
-    histograms = {
-        site: [
-            [[int(v) for v in head] for head in layer] for layer in value.density_histogram().nan_to_num(0.0).tolist()
-        ]
-        for site, value in model.sites.items()
-    }
+    profiles = {site: _rounded(value.distance_profile().tolist()) for site, value in model.sites.items()}
     ranked = {
         site: [
             [
-                [
-                    [r.role, _round(r.score), _round(r.chance), _round(r.strength), r.evidence]
-                    for r in value.ranked_roles(layer, head)[:5]
-                ]
+                _rounded([list(astuple(role)) for role in value.ranked_roles(layer, head)[:5]])
                 for head in range(info.num_heads)
             ]
             for layer, info in enumerate(value.layers)
@@ -73,23 +55,20 @@ def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
         "name": model.name,
         "sentences": model.num_sentences,
         "tokens": model.num_tokens,
-        "scores": {name: number(value) for name, value in model.scores.items()},
+        "scores": _rounded(model.scores),
         "findings": [_finding(finding) for finding in summarize(model)],
         "notes": model.notes,
         "info": model.info,
-        "heads": [_rounded(row) for row in head_rows(model)],
-        "layers": [_rounded(row) for row in layer_rows(model)],
-        "sites": [_rounded(row) for row in site_rows(model)],
-        "positions": [_rounded(row) for row in census_rows(model)],
-        "relations": [_rounded(row) for row in relation_rows(model)],
+        "heads": _rounded(head_rows(model)),
+        "sites": _rounded(site_rows(model)),
+        "relations": _rounded(relation_rows(model)),
         "baselines": {
             site: list(value.dependency_baseline())
             for site, value in model.sites.items()
             if "dependency_hits" in value.sums
         },
-        "contrasts": [_rounded(row) for row in sentence_rows(model, 12)],
+        "contrasts": _rounded(sentence_rows(model, 12)),
         "profiles": profiles,
-        "histograms": histograms,
         "ranked": ranked,
         "examples": pack_examples(model.examples, example_bytes),
     }
@@ -100,12 +79,13 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {"topic": finding.topic, "text": finding.text, "heads": heads, "more": max(len(finding.heads) - 8, 0)}
 
 
-def _round(value: Any) -> Any:
-    return round(value, _DIGITS) if isinstance(value, float) else value
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: _round(value) for key, value in row.items()}
+def _rounded(value: Any) -> Any:
+    """Lists and rows with numbers cut to the digits of the page; what is no number becomes None."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return (round(value, _DIGITS) if math.isfinite(value) else None) if isinstance(value, float) else value
 
 
 def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]]:
@@ -121,7 +101,7 @@ def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]
         sites = {
             name: {
                 "queries": _tokens(site.queries),
-                "keys": None if _same(site.queries, site.keys) else _tokens(site.keys),
+                "keys": None if list(site.queries) == list(site.keys) else _tokens(site.keys),
                 **pack_weights(site.weights),
             }
             for name, site in example.sites.items()
@@ -157,7 +137,3 @@ def pack_weights(weights: Tensor) -> dict[str, Any]:
 
 def _tokens(tokens: Sequence[Token]) -> list[list[Any]]:
     return [[token.text, int(token.continues), int(token.special)] for token in tokens]
-
-
-def _same(first: Sequence[Token], second: Sequence[Token]) -> bool:
-    return list(first) == list(second)

@@ -6,7 +6,8 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,21 @@ def head_rows(statistics: AttentionStatistics) -> list[Row]:
         roles = site.best_roles()
         relations = site.relation_accuracy()
         counts = site.relation_counts()
-        for layer, info in enumerate(site.layers):
-            for head in range(info.num_heads):
-                row: Row = {"site": name, "layer": layer, "head": head}
-                row |= {key: number(values[layer, head]) for key, values in columns.items()}
-                row |= _best_relation(site, relations, counts, layer, head)
-                role = roles[layer][head]
-                row["role"] = role.role if role else None
-                row["role_strength"] = role.strength if role else None
-                row["role_score"] = role.score if role else None
-                row["role_chance"] = role.chance if role else None
-                row["role_evidence"] = role.evidence if role else None
-                row["module"] = info.name
-                rows.append(row)
+        for row, layer, head in _heads(name, site):
+            row |= {key: number(values[layer, head]) for key, values in columns.items()}
+            row |= _best_relation(site, relations, counts, layer, head)
+            role = roles[layer][head]
+            row["role"] = role.role if role else None
+            row |= {f"role_{what}": getattr(role, what, None) for what in ("strength", "score", "chance", "evidence")}
+            rows.append(row | {"module": site.layers[layer].name})
     return rows
+
+
+def _heads(name: str, site: SiteStatistics) -> Iterator[tuple[Row, int, int]]:
+    """The beginning of a row for every head of a site, its layer and its number."""
+    for layer, info in enumerate(site.layers):
+        for head in range(info.num_heads):
+            yield {"site": name, "layer": layer, "head": head}, layer, head
 
 
 def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatistics) -> dict[str, Tensor]:
@@ -78,11 +80,8 @@ def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatisti
         for step in ("output", "input"):
             for method in ("argmax", "support", "threshold"):
                 columns[f"aer_{method}_{step}"] = site.alignment_error_rate(method, step)
-            precision, recall = site.alignment_precision_recall("support", step)
-            columns[f"alignment_precision_support_{step}"], columns[f"alignment_recall_support_{step}"] = (
-                precision,
-                recall,
-            )
+            names = (f"alignment_{what}_support_{step}" for what in ("precision", "recall"))
+            columns |= dict(zip(names, site.alignment_precision_recall("support", step), strict=True))
     for method, per_site in statistics.importance.items():
         if name in per_site:
             columns[f"importance_{method}"] = per_site[name]
@@ -106,22 +105,12 @@ def layer_rows(statistics: AttentionStatistics) -> list[Row]:
     """One row per site and layer: means over heads, and the diversity of the heads."""
     rows = []
     for name, site in statistics.sites.items():
-        density, support, entropy = site.density(), site.mean_support(), site.entropy()
-        diversity, nats = site.head_diversity(), site.head_diversity(normalize=False)
+        columns = _means(site, "density", "mean_support", "entropy", "head_diversity")
+        alpha = statistics.alphas.get(name)
         for layer, info in enumerate(site.layers):
-            rows.append(
-                {
-                    "site": name,
-                    "layer": layer,
-                    "heads": info.num_heads,
-                    "density": number(density[layer].nanmean()),
-                    "mean_support": number(support[layer].nanmean()),
-                    "entropy": number(entropy[layer].nanmean()),
-                    "head_diversity": number(diversity[layer]),
-                    "head_diversity_nats": number(nats[layer]),
-                    "alpha": number(statistics.alphas[name][layer].nanmean()) if name in statistics.alphas else None,
-                }
-            )
+            row = {"site": name, "layer": layer, "heads": info.num_heads}
+            row |= {key: number(values[layer].nanmean()) for key, values in columns.items()}
+            rows.append(row | {"alpha": None if alpha is None else number(alpha[layer].nanmean())})
     return rows
 
 
@@ -129,25 +118,23 @@ def site_rows(statistics: AttentionStatistics) -> list[Row]:
     """One row per site: means over layers and heads."""
     rows = []
     for name, site in statistics.sites.items():
+        columns = _means(site, "density", "mean_support", "entropy", "max_weight", "head_diversity")
         alpha = statistics.alphas.get(name)
-        rows.append(
-            {
-                "site": name,
-                "layers": site.num_layers,
-                "heads": sum(info.num_heads for info in site.layers),
-                "tokens": statistics.num_tokens.get(name, 0),
-                "density": number(site.density().nanmean()),
-                "mean_support": number(site.mean_support().nanmean()),
-                "entropy": number(site.entropy().nanmean()),
-                "max_weight": number(site.max_weight().nanmean()),
-                "head_diversity": number(site.head_diversity().nanmean()),
-                "head_diversity_nats": number(site.head_diversity(normalize=False).nanmean()),
-                "alpha_mean": None if alpha is None else number(alpha.nanmean()),
-                "alpha_min": None if alpha is None else number(alpha.nan_to_num(math.inf).min()),
-                "alpha_max": None if alpha is None else number(alpha.nan_to_num(-math.inf).max()),
-            }
-        )
+        alpha = None if alpha is None else alpha[~alpha.isnan()]
+        row = {"site": name, "layers": site.num_layers, "heads": sum(info.num_heads for info in site.layers)}
+        row |= {"tokens": statistics.num_tokens.get(name, 0)}
+        row |= {key: number(values.nanmean()) for key, values in columns.items()}
+        for what in ("mean", "min", "max"):
+            row[f"alpha_{what}"] = None if alpha is None or not len(alpha) else number(getattr(alpha, what)())
+        rows.append(row)
     return rows
+
+
+def _means(site: SiteStatistics, *names: str) -> dict[str, Tensor]:
+    """Statistics of a site by name, and the diversity of its heads in nats."""
+    return {name: getattr(site, name)() for name in names} | {
+        "head_diversity_nats": site.head_diversity(normalize=False)
+    }
 
 
 def census_rows(statistics: AttentionStatistics) -> list[Row]:
@@ -173,14 +160,12 @@ def census_rows(statistics: AttentionStatistics) -> list[Row]:
 
 def role_rows(statistics: AttentionStatistics) -> list[Row]:
     """One row per head and role: score, chance, strength, evidence."""
-    rows = []
-    for name, site in statistics.sites.items():
-        for layer, info in enumerate(site.layers):
-            for head in range(info.num_heads):
-                for role in site.ranked_roles(layer, head):
-                    row = {"site": name, "layer": layer, "head": head, "role": role.role, "score": role.score}
-                    rows.append(row | {"chance": role.chance, "strength": role.strength, "evidence": role.evidence})
-    return rows
+    return [
+        row | asdict(role)
+        for name, site in statistics.sites.items()
+        for row, layer, head in _heads(name, site)
+        for role in site.ranked_roles(layer, head)
+    ]
 
 
 def distance_rows(statistics: AttentionStatistics) -> list[Row]:
@@ -189,12 +174,10 @@ def distance_rows(statistics: AttentionStatistics) -> list[Row]:
     for name, site in statistics.sites.items():
         profile = site.distance_profile()
         reach = site.max_distance
-        for layer, info in enumerate(site.layers):
-            for head in range(info.num_heads):
-                for place, share in enumerate(profile[layer, head].tolist()):
-                    offset: Any = place - reach - 1
-                    offset = "-inf" if offset < -reach else "inf" if offset > reach else offset
-                    rows.append({"site": name, "layer": layer, "head": head, "distance": offset, "mass": number(share)})
+        distances = ["-inf", *range(-reach, reach + 1), "inf"]
+        for row, layer, head in _heads(name, site):
+            for distance, share in zip(distances, profile[layer, head].tolist(), strict=True):
+                rows.append(row | {"distance": distance, "mass": number(share)})
     return rows
 
 
@@ -220,16 +203,12 @@ def sentence_rows(statistics: AttentionStatistics, limit: int = 200) -> list[Row
     """Sentences of similar length of which a head is sparse in one and dense in the other, the widest contrasts first."""
     rows = []
     for name, extremes in statistics.extremes.items():
-        site = statistics.sites.get(name)
-        for layer, info in enumerate(site.layers if site else []):
-            for head in range(info.num_heads):
-                for pair in extremes.pairs(layer, head):
-                    row = {"site": name, "layer": layer, "head": head, "gap": pair.gap}
-                    row["longest"] = (
-                        LENGTH_CLASSES[pair.length_class] if pair.length_class + 1 < len(LENGTH_CLASSES) else None
-                    )
-                    row |= {"sparse_density": pair.sparse_density, "sparse_text": pair.sparse_text}
-                    rows.append(row | {"dense_density": pair.dense_density, "dense_text": pair.dense_text})
+        for row, layer, head in _heads(name, statistics.sites[name]) if name in statistics.sites else ():
+            for pair in extremes.pairs(layer, head):
+                longest = [*LENGTH_CLASSES[:-1], None][pair.length_class]
+                texts = {"sparse_density": pair.sparse_density, "sparse_text": pair.sparse_text}
+                texts |= {"dense_density": pair.dense_density, "dense_text": pair.dense_text}
+                rows.append(row | {"gap": pair.gap, "longest": longest} | texts)
     # In the shortest sentences a single weight makes a great difference; they come last.
     return sorted(rows, key=lambda row: (row["longest"] == LENGTH_CLASSES[0], -row["gap"]))[:limit]
 
@@ -272,21 +251,16 @@ def write_tables(
         rows = [{"model": entry["name"], **row} for entry in record["models"] for row in entry[name]]
         if rows:
             path = folder / f"{prefix}{name}.csv"
-            _write_csv(path, rows)
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
             written.append(path)
     path = folder / f"{stem}.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     written.append(path)
     return written
-
-
-def _write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    rows = list(rows)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: "" if value is None else value for key, value in row.items()} for row in rows)
 
 
 def number(value: Any) -> float | None:

@@ -12,7 +12,6 @@ from hf_entmax.analysis.metrics.diversity import divergence_sums
 from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs
 from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
 from hf_entmax.analysis.metrics.position import argmax_counts, fold_distances
-from hf_entmax.analysis.metrics.roles import ALIGNMENT_ROLES, DEPENDENCY_ROLES, TEXT_ROLES
 from hf_entmax.analysis.metrics.sparsity import entropy_sums, support_counts
 from hf_entmax.analysis.metrics.words import mean_between_words, merging_sums
 from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS, RoleTargets, SiteContext
@@ -44,51 +43,6 @@ class SumOptions:
     density_threshold: float = 0.0
 
 
-def sum_shapes(site: str, rows: int, heads: int, options: SumOptions) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the sums kept for a site; the first dimension is the layer."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    distances = 2 * options.max_distance + 3
-    if "sparsity" in options.groups:
-        shapes |= dict.fromkeys(("pairs", "queries", "sentences"), (rows,))
-        shapes |= dict.fromkeys(
-            ("support", "entropy", "largest", "sentence_density", "sentence_density_sq"), (rows, heads)
-        )
-        shapes["density_histogram"] = (rows, heads, DENSITY_BINS)
-    if "diversity" in options.groups:
-        shapes |= {"divergence": (rows,), "divergence_queries": (rows,)}
-    if "position" in options.groups:
-        shapes |= {"distance": (rows, heads, distances), "mass": (rows, heads), "absolute_distance": (rows, heads)}
-        if site != "cross":
-            shapes |= {"argmax_hits": (rows, heads, len(OFFSETS)), "argmax_queries": (rows, len(OFFSETS))}
-            shapes["confidence_histogram"] = (rows, heads, len(OFFSETS), CONFIDENCE_BINS)
-    if "roles" in options.groups:
-        shapes |= _role_shapes("role", rows, heads, len(TEXT_ROLES))
-    if "words" in options.groups and site != "cross":
-        shapes |= {"merging_several": (rows, heads), "merging_single": (rows, heads)}
-        shapes |= {"words_several": (rows,), "words_single": (rows,)}
-    if "dependency" in options.groups and site != "cross":
-        shapes |= {"dependency_hits": (rows, heads, len(DIRECTIONS)), "dependency_words": (rows,)}
-        shapes |= {
-            "relation_hits": (rows, heads, len(DIRECTIONS), options.num_relations),
-            "relation_words": (rows, options.num_relations),
-        }
-        shapes["dependency_offsets"] = (rows, distances)
-        shapes |= _role_shapes("dependency_role", rows, heads, len(DEPENDENCY_ROLES))
-    if "alignment" in options.groups and site == "cross":
-        cells = (rows, heads, len(ALIGNMENT_STEPS), len(ALIGNMENT_METHODS))
-        shapes |= {"links_sure": cells, "links_possible": cells, "links": cells, "sure": (rows, len(ALIGNMENT_STEPS))}
-        shapes |= _role_shapes("alignment_role", rows, heads, len(ALIGNMENT_ROLES))
-    return shapes
-
-
-def _role_shapes(prefix: str, rows: int, heads: int, count: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}_mass": (rows, heads, count),
-        f"{prefix}_queries": (rows, count),
-        f"{prefix}_chance": (rows, count),
-    }
-
-
 class SiteSums:
     """Running sums of all layers of one site.
 
@@ -105,29 +59,23 @@ class SiteSums:
         self.options = options
         # Apple's GPUs know no float64.
         self.device = torch.device("cpu") if device.type == "mps" else device
-        heads = max(num_heads, default=0)
-        shapes = sum_shapes(site, len(num_heads), heads, options)
-        self.sums = {
-            name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()
-        }
+        self.sums: dict[str, Tensor] = {}
 
     def add_row(self, num_heads: int) -> int:
         """Adds a layer (a module called several times in one pass stands for several) and returns its index."""
         self.num_heads.append(num_heads)
-        heads = max(self.num_heads)
-        for name, shape in sum_shapes(self.site, len(self.num_heads), heads, self.options).items():
-            grown = torch.zeros(shape, dtype=torch.float64, device=self.device)
-            old = self.sums[name]
-            grown[tuple(slice(0, size) for size in old.shape)] = old
-            self.sums[name] = grown
         return len(self.num_heads) - 1
+
+    def finished(self) -> dict[str, Tensor]:
+        """The sums on the CPU, [layers, ...]; zeros for layers that were never seen."""
+        return {name: grown(sums, (len(self.num_heads), *sums.shape[1:])).cpu() for name, sums in self.sums.items()}
 
     def _add(self, name: str, row: int, value: Tensor) -> None:
         value = value.to(device=self.device, dtype=torch.float64)
-        target = self.sums[name][row]
-        if target.shape != value.shape:  # a layer with fewer heads than the widest
-            target = target[: value.shape[0]]
-        target += value
+        sums = self.sums.get(name, value.new_zeros(0, *value.shape))
+        sums = self.sums[name] = grown(sums, (row + 1, *value.shape))
+        # A layer may have fewer heads than the widest.
+        sums[(row, *(slice(size) for size in value.shape))] += value
 
     def update(self, row: int, observed: Tensor | SparseRows, context: SiteContext) -> Tensor | None:
         """Adds the weights of one layer and one batch.
@@ -268,3 +216,13 @@ def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> 
     flat = hits.transpose(0, 1).flatten(1).double()
     known = (relations >= 0).flatten()
     return out.index_add_(1, relations.clamp(min=0).flatten(), flat * known)
+
+
+def grown(sums: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor, filled up with zeros where it is smaller than ``shape``."""
+    shape = tuple(map(max, sums.shape, shape))
+    if shape == tuple(sums.shape):
+        return sums
+    result = sums.new_zeros(shape)
+    result[tuple(slice(size) for size in sums.shape)] = sums
+    return result

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from hf_entmax.analysis.statistics.accumulate import grown
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 from hf_entmax.analysis.statistics.site import LayerInfo
 
@@ -35,31 +36,23 @@ def gather_collection(
         return error
     from accelerate.utils import gather_object
 
-    remarks = {
-        "error": None if error is None else str(error),
-        "layers": layers,
-        "num_sentences": statistics.num_sentences,
-        "num_tokens": statistics.num_tokens,
-        "notes": statistics.notes,
-        "extremes": statistics.extremes,
-    }
-    everyone = gather_object([remarks])
+    mine = (statistics, layers, None if error is None else str(error))
+    everyone: list[tuple[AttentionStatistics, dict[str, list[LayerInfo]], str | None]] = gather_object([mine])
+    parts = [other for other, _, _ in everyone]
     for name, site in statistics.sites.items():
-        most = max((other["layers"].get(name, []) for other in everyone), key=len)
-        _widen(site.sums, len(site.layers), len(most))
-        site.layers = list(most)
-    _reduce(statistics, accelerator)
-
-    statistics.num_sentences = sum(other["num_sentences"] for other in everyone)
-    tokens: dict[str, int] = {}
-    for other in everyone:
-        for site, count in other["num_tokens"].items():
-            tokens[site] = tokens.get(site, 0) + count
-    statistics.num_tokens = tokens
-    statistics.notes = list(dict.fromkeys(note for other in everyone for note in other["notes"]))
+        site.layers = list(max((known.get(name, []) for _, known, _ in everyone), key=len))
+        sums = [part.sites[name].sums for part in parts]
+        site.sums = {}
+        for key in dict.fromkeys(key for one in sums for key in one):
+            found = [one[key] for one in sums if key in one]
+            widest = (len(site.layers), *(max(sizes) for sizes in zip(*(one.shape[1:] for one in found), strict=True)))
+            site.sums[key] = torch.stack([grown(one, widest) for one in found]).sum(0)
+    statistics.num_sentences = sum(part.num_sentences for part in parts)
+    statistics.num_tokens = dict(sum((Counter(part.num_tokens) for part in parts), Counter()))
+    statistics.notes = list(dict.fromkeys(note for part in parts for note in part.notes))
     statistics.extremes = {}
-    for other in everyone:
-        for site, extremes in other["extremes"].items():
+    for part in parts:
+        for site, extremes in part.extremes.items():
             if site in statistics.extremes:
                 statistics.extremes[site].merge(extremes)
             else:
@@ -67,27 +60,5 @@ def gather_collection(
     for extremes in statistics.extremes.values():
         wanted = extremes.wanted()
         extremes.texts = {index: text for index, text in sorted(extremes.texts.items()) if index in wanted}
-    first = next((other["error"] for other in everyone if other["error"] is not None), None)
+    first = next((text for _, _, text in everyone if text is not None), None)
     return error if error is not None or first is None else ValueError(first)
-
-
-def _widen(sums: dict[str, Tensor], have: int, need: int) -> None:
-    if have == need:
-        return
-    for key, value in sums.items():
-        sums[key] = torch.cat([value, value.new_zeros(need - have, *value.shape[1:])])
-
-
-def _reduce(statistics: AttentionStatistics, accelerator: Accelerator) -> None:
-    """Sums all tensors of all sites in one float64 message."""
-    keys = [(site, key) for site in sorted(statistics.sites) for key in sorted(statistics.sites[site].sums)]
-    if not keys:
-        return
-    flat = torch.cat([statistics.sites[site].sums[key].flatten() for site, key in keys])
-    flat = accelerator.reduce(flat.to(accelerator.device), reduction="sum").cpu()  # type: ignore[union-attr]
-    position = 0
-    for site, key in keys:
-        shape = statistics.sites[site].sums[key].shape
-        size = shape.numel()
-        statistics.sites[site].sums[key] = flat[position : position + size].reshape(shape).clone()
-        position += size

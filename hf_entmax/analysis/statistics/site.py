@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -76,12 +77,13 @@ class SiteStatistics:
     def _nan(self, *trailing: int) -> Tensor:
         return torch.full((self.num_layers, self.num_heads, *trailing), float("nan"), dtype=torch.float64)
 
+    def _measured(self, name: str, value: Callable[[dict[str, Tensor]], Tensor], *trailing: int) -> Tensor:
+        """What ``value`` makes of the sums, where ``name`` is among them; else NaN."""
+        return self._mask(value(self.sums)) if name in self.sums else self._nan(*trailing)
+
     def _per_head(self, numerator: str, denominator: str) -> Tensor:
         """A sum [layers, heads, ...] over a count [layers, ...]."""
-        if numerator not in self.sums or denominator not in self.sums:
-            return self._nan()
-        top, bottom = self.sums[numerator], self.sums[denominator]
-        return self._mask(top / bottom.unsqueeze(1))
+        return self._measured(numerator, lambda sums: sums[numerator] / sums[denominator].unsqueeze(1))
 
     def _mask(self, values: Tensor) -> Tensor:
         exists = self.head_exists.view(self.num_layers, self.num_heads, *[1] * (values.dim() - 2))
@@ -137,10 +139,8 @@ class SiteStatistics:
 
     def positional_share(self, offset: int = -1) -> Tensor:
         """Fraction of queries whose largest weight is at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_share`."""
-        if "argmax_hits" not in self.sums:
-            return self._nan()
-        place = OFFSETS.index(offset)
-        return self._mask(self.sums["argmax_hits"][..., place] / self.sums["argmax_queries"][:, None, place])
+        at = (..., OFFSETS.index(offset))
+        return self._measured("argmax_hits", lambda s: s["argmax_hits"][at] / s["argmax_queries"].unsqueeze(1)[at])
 
     def positional_median(self, offset: int = -1) -> Tensor:
         """Median over the queries of the weight at offset -1, 0 or +1, to within half a percent."""
@@ -153,25 +153,17 @@ class SiteStatistics:
 
     def distance_profile(self) -> Tensor:
         """Share of the mass at every distance, [layers, heads, 2 D + 3]; see :func:`hf_entmax.analysis.distance_profile`."""
-        if "distance" not in self.sums:
-            return self._nan(2 * self.max_distance + 3)
-        return self._mask(self.sums["distance"] / self.sums["mass"].unsqueeze(-1))
+        return self._measured("distance", lambda s: s["distance"] / s["mass"].unsqueeze(-1), 2 * self.max_distance + 3)
 
     def mean_distance(self) -> Tensor:
         """Mean absolute distance between query and key in tokens, weighted by attention."""
-        if "absolute_distance" not in self.sums:
-            return self._nan()
-        return self._mask(self.sums["absolute_distance"] / self.sums["mass"])
+        return self._measured("absolute_distance", lambda s: s["absolute_distance"] / s["mass"])
 
     def subword_merging(self, min_pieces: int = 1) -> Tensor:
         """Subword-merging score; see :func:`hf_entmax.analysis.subword_merging`."""
-        if "merging_several" not in self.sums:
-            return self._nan()
-        sums = self.sums
-        if min_pieces == 2:
-            return self._per_head("merging_several", "words_several")
-        words = (sums["words_several"] + sums["words_single"]).unsqueeze(-1)
-        return self._mask((sums["merging_several"] + sums["merging_single"]) / words)
+        sizes = ("several",) if min_pieces == 2 else ("several", "single")
+        total = lambda sums, what: torch.stack([sums[f"{what}_{size}"] for size in sizes]).sum(0)  # noqa: E731
+        return self._measured("merging_several", lambda s: total(s, "merging") / total(s, "words").unsqueeze(-1))
 
     def interrogation(self) -> Tensor:
         """Mean weight on the final question mark from words that ask; see :func:`hf_entmax.analysis.interrogation`."""
@@ -185,17 +177,15 @@ class SiteStatistics:
 
     def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
         """Fraction of words whose largest weight is on the gold head; see :func:`hf_entmax.analysis.dependency_accuracy`."""
-        if "dependency_hits" not in self.sums:
-            return self._nan()
-        place = DIRECTIONS.index(direction)
-        return self._mask(self.sums["dependency_hits"][..., place] / self.sums["dependency_words"].unsqueeze(-1))
+        at = (..., DIRECTIONS.index(direction))
+        return self._measured(
+            "dependency_hits", lambda s: s["dependency_hits"][at] / s["dependency_words"].unsqueeze(-1)
+        )
 
     def relation_accuracy(self, direction: str = "to_head") -> Tensor:
         """Dependency accuracy by relation, [layers, heads, relations]."""
-        if "relation_hits" not in self.sums:
-            return self._nan(len(self.relations))
-        hits = self.sums["relation_hits"][:, :, DIRECTIONS.index(direction)]
-        return self._mask(hits / self.sums["relation_words"].unsqueeze(1))
+        ratio = lambda s: s["relation_hits"][:, :, DIRECTIONS.index(direction)] / s["relation_words"].unsqueeze(1)  # noqa: E731
+        return self._measured("relation_hits", ratio, len(self.relations))
 
     def relation_counts(self) -> Tensor:
         """Number of annotated words per relation, [relations]."""
@@ -277,18 +267,14 @@ class SiteStatistics:
             min_strength: how far above chance a role must be, in (0, 1]; below it a head has no role (None).
             min_evidence: queries needed before a role may be given to a head.
         """
-        result: list[list[HeadRole | None]] = []
-        for layer in range(self.num_layers):
-            row: list[HeadRole | None] = []
-            for head in range(self.layers[layer].num_heads):
-                fit = [
-                    r
-                    for r in self.ranked_roles(layer, head)
-                    if r.strength >= min_strength and r.evidence >= min_evidence
-                ]
-                row.append(best_role(fit))
-            result.append(row)
-        return result
+
+        def fits(role: HeadRole) -> bool:
+            return role.strength >= min_strength and role.evidence >= min_evidence
+
+        return [
+            [best_role(list(filter(fits, self.ranked_roles(layer, head)))) for head in range(info.num_heads)]
+            for layer, info in enumerate(self.layers)
+        ]
 
 
 def _offset_role(offset: int) -> str:
