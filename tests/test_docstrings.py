@@ -15,11 +15,11 @@ EXAMPLES = [
     "hf_entmax.softmax_attention",
     "hf_entmax.unpatch_model",
     "hf_entmax.unpatched_softmax",
-    ("hf_entmax.analysis.collecting.collect", "collect"),
-    ("hf_entmax.analysis.metrics.sparsity", "density"),
-    ("hf_entmax.analysis.metrics.diversity", "head_diversity"),
-    ("hf_entmax.analysis.metrics.position", "positional_confidence"),
-    ("hf_entmax.analysis.report", "write_report"),
+    "hf_entmax.analysis.collect",
+    "hf_entmax.analysis.density",
+    "hf_entmax.analysis.head_diversity",
+    "hf_entmax.analysis.positional_confidence",
+    "hf_entmax.analysis.write_report",
 ]
 
 
