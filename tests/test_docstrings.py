@@ -4,6 +4,7 @@ import doctest
 import importlib
 
 import pytest
+import torch
 
 #: Dotted names whose docstrings have an example.
 EXAMPLES = [
@@ -20,6 +21,11 @@ EXAMPLES = [
     "hf_entmax.analysis.head_diversity",
     "hf_entmax.analysis.positional_confidence",
     "hf_entmax.analysis.write_report",
+    "hf_entmax.ops.available_backends",
+    "hf_entmax.ops.controllable.softmax",
+    "hf_entmax.ops.controllable.sparsegen_lin",
+    "hf_entmax.ops.controllable.sparsehourglass",
+    "hf_entmax.ops.entmax_attention",
 ]
 
 
@@ -27,8 +33,10 @@ EXAMPLES = [
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_runs(name):
     module, _, attribute = name.rpartition(".")
-    value = getattr(importlib.import_module(module), attribute)
-    examples = doctest.DocTestFinder(recurse=False).find(value, name, globs={})
+    found = importlib.import_module(module)
+    examples = doctest.DocTestFinder(recurse=False).find(
+        getattr(found, attribute), name, globs={**vars(found), "torch": torch}
+    )
     assert sum(len(example.examples) for example in examples) > 0, f"{name} has no example"
     for example in examples:
         report: list[str] = []

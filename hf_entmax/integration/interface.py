@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from hf_entmax.integration.observe import Observer, is_observed, observers_of
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
@@ -92,6 +95,8 @@ def entmax_attention_forward(
         dropout=dropout,
         need_weights=_weights_wanted(module, kwargs, observers),
     )
+    if isinstance(attention_mask, StructuredMask):
+        options = _read_description(options, query.shape[-2], key_length)
     if cu_seq_lens_q is not None:
         bounds_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         options = options.restricted(_same_sequence(query, key, cu_seq_lens_q, bounds_k))
@@ -99,11 +104,10 @@ def entmax_attention_forward(
         options = options.restricted(_chosen(indices, key_length)[:, None])
     if block_indices is not None:
         options = options.restricted(_chosen_blocks(module, block_indices, query.shape[1], key_length))
+    _warn_of_packing(kwargs.get("position_ids"), options, query.shape[-2], key_length)
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value, options = _append_sink(query, key, value, sink, options)
-    if isinstance(options.attention_mask, StructuredMask):
-        options = _read_description(options, query.shape[-2], key_length)
     out, weights = _attend(heads, query, key, value, options)
     if weights is not None and sink is not None:
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
@@ -186,6 +190,43 @@ def _chosen_blocks(module: nn.Module, indices: Tensor, heads: int, length: int) 
     return blocks.repeat_interleave(size, -1)[..., :length].repeat_interleave(heads // indices.shape[1], 1)
 
 
+#: The position ids that were looked at last: all layers of one forward pass get the same.
+_seen_positions: weakref.ref[Tensor] | None = None
+
+
+def _warn_of_packing(position_ids: Any, options: AttentionOptions, length_q: int, length_k: int) -> None:
+    """Say so where positions start again within a row, as packed sequences have them, and the mask does not part them.
+
+    Transformers parts them by itself only where it is given neither a mask nor a cache; a mask is then taken at its
+    word, as by its own attention functions.
+    """
+    global _seen_positions
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not 2 <= position_ids.shape[1] == length_q:
+        return
+    if not values_visible(position_ids) or (_seen_positions is not None and _seen_positions() is position_ids):
+        return
+    _seen_positions = weakref.ref(position_ids)
+    row, token = (position_ids.diff(dim=-1) < 0).nonzero(as_tuple=True)
+    if not row.numel():
+        return
+    token = token + 1
+    visible = options.visible(length_q, length_k, position_ids.device)
+    if visible is not None:
+        # Padding starts again too: the token before must be seen, and this one be real itself.
+        seen = visible.expand(torch.broadcast_shapes(visible.shape, (position_ids.shape[0], 1, length_q, length_k)))
+        seen = seen[row, 0, token]
+        own = token if length_q == length_k else length_k - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+        both = seen.gather(-1, own[:, None]) & seen.gather(-1, (own[:, None] - 1).clamp(min=0))
+        if not bool(both.any()):
+            return
+    warnings.warn(
+        "position_ids start again within a row, as they do for packed sequences, but tokens may attend across that "
+        "border: the attention mask allows it. To part the sequences leave out attention_mask and pass use_cache=False, "
+        "or pass a mask of four dimensions [B, 1, T_q, T_k] or cu_seq_lens_q.",
+        stacklevel=2,
+    )
+
+
 def _append_sink(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, AttentionOptions]:
@@ -196,10 +237,11 @@ def _append_sink(
         )
     length_q, length_k = query.shape[-2], key.shape[-2]
     mask, bias = options.attention_mask, options.position_bias
-    if options.is_causal or options.sliding_window is not None:
-        # They would be aligned to the new last key: write them out before that key exists.
-        limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
-        mask = options.restricted(limits.visible(length_q, length_k, query.device)[None, None]).attention_mask
+    # Limits by position would be aligned to the new last key: write them out before that key exists.
+    limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
+    allowed = limits.visible(length_q, length_k, query.device)
+    if allowed is not None:
+        mask = options.restricted(allowed).attention_mask
     if mask is not None:
         open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
         mask = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
@@ -210,6 +252,7 @@ def _append_sink(
     options = dataclasses.replace(
         options,
         attention_mask=mask,
+        key_padding_mask=None,
         position_bias=torch.cat([bias, score], -1),
         is_causal=False,
         sliding_window=None,

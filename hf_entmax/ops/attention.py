@@ -69,6 +69,15 @@ def entmax_attention(
 
     Reference:
         Correia, Niculae, Martins (2019), Adaptively Sparse Transformers, eq. 8-10.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 4, 5, 8)                    # [B, H, T, D] each
+        >>> alpha = torch.tensor([1.0, 1.3, 1.5, 2.0])                        # one per head
+        >>> out, weights = entmax_attention(query, key, value, alpha, is_causal=True, need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
+        >>> weights.sum(-1).allclose(torch.ones(2, 4, 5)), bool((weights[:, 3] == 0).any())
+        (True, True)
     """
     options = AttentionOptions(
         attention_mask=attention_mask,

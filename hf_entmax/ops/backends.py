@@ -35,6 +35,10 @@ def available_backends() -> dict[str, str]:
 
     Returns:
         A dict from backend name to a sentence that begins with "available" or "unavailable". Nothing heavy is imported.
+
+    Example:
+        >>> available_backends()["torch"]
+        'available: the dense reference path, on every device and dtype'
     """
     report = {"torch": "available: the dense reference path, on every device and dtype"}
     for name, description in (("numba", "CPU tensors"), ("triton", "CUDA tensors")):

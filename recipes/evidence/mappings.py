@@ -45,7 +45,7 @@ def options() -> str:
         for name, option in spec.options.items():
             formula, (low, high) = spec.description.replace("|", "\\|"), option.learned_range
             default, learned = f"{option.default:g}", f"({low:g}, {high:g})"
-            lines.append((f"`{spec.name}`", formula, f"`{name}`", option.interval, default, learned))
+            lines.append((f"`{spec.name}`", formula, f"`{name}`", option, default, learned))
     return table(("`mapping`", "formula", "option", "allowed", "default", "learned within"), lines)
 
 

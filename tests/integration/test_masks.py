@@ -127,6 +127,47 @@ def test_packed_sequences_do_not_see_each_other():
         assert torch.allclose(flat, packed, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["ones", "cache", "ones in a batch", "static cache"])
+def test_packed_sequences_that_see_each_other_are_spoken_of(case):
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    batch = tiny.inputs("llama", batch=2 if "batch" in case else 1, length=8)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    arguments = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": "cache" in case}
+    if "ones" in case:
+        arguments["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if case == "static cache":
+        arguments["past_key_values"] = tf.StaticCache(model.config, max_cache_len=12)
+    with torch.no_grad(), pytest.warns(UserWarning, match="position_ids start again") as caught:
+        model(**arguments)
+    assert len(caught) == 1  # not once per layer
+
+
+@pytest.mark.parametrize(
+    "case", ["parted by Transformers", "cu_seq_lens", "mask", "left padding", "right padding", "cache"]
+)
+def test_what_is_parted_or_padded_is_not_spoken_of(case, recwarn):
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    ids = tiny.inputs("llama", batch=2, length=8)["input_ids"]
+    arguments = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 2), "use_cache": False}
+    if case == "cu_seq_lens":
+        arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 3, 8], dtype=torch.int32))
+    elif case == "mask":
+        part = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+        allowed = (part[:, None] == part) & torch.ones(8, 8, dtype=torch.bool).tril()
+        arguments["attention_mask"] = torch.zeros(2, 1, 8, 8).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    elif "padding" in case:
+        real = torch.ones(2, 8, dtype=torch.long)
+        real[0, slice(3) if case == "left padding" else slice(5, None)] = 0
+        arguments |= {"attention_mask": real, "position_ids": (real.cumsum(-1) - 1).masked_fill(real == 0, 1)}
+    elif case == "cache":
+        arguments |= {"position_ids": torch.arange(8)[None], "use_cache": True}
+    with torch.no_grad():
+        model(**arguments)
+        if case == "left padding":
+            model.generate(ids, attention_mask=arguments["attention_mask"], max_new_tokens=2, do_sample=False)
+    assert not [w for w in recwarn if "position_ids" in str(w.message)]
+
+
 def test_attention_sinks_take_mass_without_a_value():
     config = tf.GptOssConfig(
         **tiny._LLAMA,

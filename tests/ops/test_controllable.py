@@ -1,8 +1,10 @@
 """The controllable mappings against brute force, quadratic programming, geometry, written-out Jacobians and limits."""
 
 import functools
+import inspect
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -500,3 +502,23 @@ class TestModules:
             C.SparsegenLin("learned", bounds=(0.0, 2.0))
         with pytest.raises(ValueError, match="finite interval"):
             C.Sparsehourglass("learned", bounds=(0.1, math.inf))
+
+    def test_a_learned_option_starts_inside_its_bounds(self):
+        assert float(C.SparsegenLin("learned", bounds=(0.2, 0.6)).value().detach()) == pytest.approx(0.4)
+        assert float(C.Softmax("learned").value().detach()) == pytest.approx(1.0)
+
+    def test_signatures_and_names_are_those_of_the_functions(self):
+        assert list(inspect.signature(C.Sparsegen).parameters) == ["g", "lam", "dim", "init", "bounds", "shape"]
+        assert repr(C.SparsegenLin(0.5)) == "SparsegenLin(lam=0.5, dim=-1)" and repr(C.SphericalSoftmax(1)).endswith(
+            "(dim=1)"
+        )
+        with pytest.raises(TypeError, match="unexpected keyword argument 'lam'"):
+            C.Softmax(lam=0.5)
+        again = pickle.loads(pickle.dumps(C.Sparsehourglass("learned", shape=(2, 1))))
+        assert list(again.state_dict()) == ["option.a"]
+
+    def test_names_that_moved_say_so(self):
+        with pytest.warns(FutureWarning, match="import it from hf_entmax.ops.controllable.domain"):
+            assert C.LAM.name == "lam"
+        with pytest.raises(AttributeError):
+            C.no_such_name  # noqa: B018

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from hf_entmax.losses.multilabel.labels import LabelRows, check_labels, check_weight
 from hf_entmax.losses.multilabel.registry import parse_mapping, resolve
 from hf_entmax.losses.targets import REDUCTIONS, Reduction
-from hf_entmax.ops.controllable import Interval
-from hf_entmax.ops.controllable.domain import holds
+from hf_entmax.ops.controllable.domain import Interval, holds
 
 Empty = Literal["ignore", "uniform", "error"]
 EMPTY: tuple[Empty, ...] = get_args(Empty)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_entmax.losses.multilabel import terms
-from hf_entmax.ops.controllable import LAM, Interval, Q, softmax, sparsegen_lin, sparsehourglass
-from hf_entmax.ops.controllable.domain import holds
+from hf_entmax.ops.controllable import softmax, sparsegen_lin, sparsehourglass
+from hf_entmax.ops.controllable.domain import LAM, Interval, Q, holds
 from hf_entmax.ops.mapping import entmax, sparsemax
 
 ALPHA = Interval("alpha", 1.0, math.inf, False, True, "1 is softmax, 2 is sparsemax")

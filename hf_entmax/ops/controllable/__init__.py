@@ -1,16 +1,14 @@
 """Controllable sparse alternatives to softmax (Laha et al. 2018): functions, modules, and their use as attention."""
 
+import importlib
+import warnings
+
 from hf_entmax.ops.controllable.attention import (
     ATTENTION_MAPPINGS,
     REFUSED_AS_ATTENTION,
-    MappingOption,
-    MappingSpec,
-    OptionSetting,
-    as_sparsemax_attention,
     attention_mapping,
     mapped_attention,
 )
-from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q
 from hf_entmax.ops.controllable.mappings import (
     softmax,
     sparsecone,
@@ -25,7 +23,6 @@ from hf_entmax.ops.controllable.mappings import (
     sum_normalization_pp,
 )
 from hf_entmax.ops.controllable.modules import (
-    BoundedOption,
     Softmax,
     Sparsecone,
     Sparsegen,
@@ -41,15 +38,7 @@ from hf_entmax.ops.controllable.modules import (
 
 __all__ = [
     "ATTENTION_MAPPINGS",
-    "LAM",
     "REFUSED_AS_ATTENTION",
-    "TEMPERATURE",
-    "BoundedOption",
-    "Interval",
-    "MappingOption",
-    "MappingSpec",
-    "OptionSetting",
-    "Q",
     "Softmax",
     "Sparsecone",
     "Sparsegen",
@@ -61,7 +50,6 @@ __all__ = [
     "SphericalSoftmax",
     "SumNormalization",
     "SumNormalizationPP",
-    "as_sparsemax_attention",
     "attention_mapping",
     "mapped_attention",
     "softmax",
@@ -76,3 +64,18 @@ __all__ = [
     "sum_normalization",
     "sum_normalization_pp",
 ]
+
+#: Names that were exported here once, and the modules that have them.
+_MOVED = {
+    **dict.fromkeys(("LAM", "Q", "TEMPERATURE", "Interval"), "domain"),
+    **dict.fromkeys(("MappingSpec", "OptionSetting", "as_sparsemax_attention"), "attention"),
+    "BoundedOption": "modules",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = f"{__name__}.{_MOVED[name]}"
+    warnings.warn(f"{__name__}.{name} will go: import it from {place}.", FutureWarning, stacklevel=2)
+    return getattr(importlib.import_module(place), name)

@@ -14,7 +14,6 @@ from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
 from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
-from hf_entmax.ops.controllable.modules import LEARNED_RANGES
 from hf_entmax.ops.dense import dense_attention, without_nonfinite
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.simplex import as_rows
@@ -23,21 +22,6 @@ from hf_entmax.ops.sparse_rows import SparseRows
 
 HeadOption = float | Tensor
 _SPARSEMAX = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class MappingOption:
-    """One option of a mapping that serves as attention.
-
-    Args:
-        interval: the values allowed.
-        default: the value when it is not given.
-        learned_range: the open interval ``(lo, hi)`` of ``lo + (hi - lo) sigmoid(a)`` when it is learned per head.
-    """
-
-    interval: Interval
-    default: float
-    learned_range: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +57,7 @@ class MappingSpec:
     """
 
     name: str
-    options: Mapping[str, MappingOption]
+    options: Mapping[str, Interval]
     description: str
     weights: Callable[..., Tensor]
     as_scaled_sparsemax: Callable[[Mapping[str, HeadOption]], HeadOption | None]
@@ -97,43 +81,17 @@ class MappingSpec:
             raise ValueError(f"mapping={self.name!r} has no options {unknown}; it has {known or 'none'}.")
         return {name: _setting(name, option, options) for name, option in self.options.items()}
 
-    def validate(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Like ``settings``, but returns the options as plain values ready for JSON, defaults filled in."""
-        plain: dict[str, Any] = {}
-        for name, setting in self.settings(options).items():
-            plain[name] = "learned" if setting.learned else setting.value
-            if setting.learned and setting.bounds is not None:
-                plain |= {f"{name}_init": setting.value, f"{name}_range": list(setting.bounds)}
-        return plain
 
-
-def _setting(name: str, option: MappingOption, options: Mapping[str, Any]) -> OptionSetting:
+def _setting(name: str, option: Interval, options: Mapping[str, Any]) -> OptionSetting:
     value = options.get(name, option.default)
-    extras = [key for key in (f"{name}_init", f"{name}_range") if key in options]
-    if value != "learned":
-        if isinstance(value, str):
-            raise ValueError(f'{name}={value!r} is not allowed: give a number in {option.interval}, or "learned".')
-        if extras:
-            raise ValueError(f'{extras} belong to {name}="learned", but {name}={value} is fixed.')
-        return OptionSetting(name, False, option.interval.number(value), None)
-    bounds = options.get(f"{name}_range", option.learned_range)
-    try:
-        lo, hi = (float(end) for end in bounds)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}_range={bounds!r} must be two numbers (lo, hi).") from None
-    # A sigmoid never reaches the ends of its interval, so an open end of the domain may bound it; an infinite one not.
-    domain = option.interval
-    finite = math.isfinite(lo) and math.isfinite(hi)
-    if not (finite and domain.lower <= lo < hi <= domain.upper):
-        raise ValueError(
-            f"{name}_range={bounds!r} is not allowed: give finite (lo, hi) with lo < hi within {option.interval}."
-        )
-    inside = lo < option.default < hi
-    init = options.get(f"{name}_init", option.default if inside else (lo + hi) / 2)
-    init = option.interval.number(init)
-    if not lo < init < hi:
-        raise ValueError(f"{name}_init={init} is not allowed: a learned {name} starts strictly between {lo} and {hi}.")
-    return OptionSetting(name, True, init, (lo, hi))
+    names = (f"{name}_init", f"{name}_range")
+    if value == "learned":
+        return OptionSetting(name, True, *option.learned(*map(options.get, names), names))
+    if isinstance(value, str):
+        raise ValueError(f'{name}={value!r} is not allowed: give a number in {option}, or "learned".')
+    if extras := [key for key in names if key in options]:
+        raise ValueError(f'{extras} belong to {name}="learned", but {name}={value} is fixed.')
+    return OptionSetting(name, False, option.number(value), None)
 
 
 def _per_head(option: HeadOption, scores: Tensor) -> HeadOption:
@@ -163,34 +121,26 @@ def _softmax_weights(scores: Tensor, mask: Tensor | None = None, *, temperature:
     return TemperedSoftmaxFunction.apply(rows, _per_head(temperature, scores))  # type: ignore[return-value]
 
 
-_LAM = MappingOption(LAM, 0.0, LEARNED_RANGES["lam"])
 # As attention q = 0 is excluded: a row of scores may well sum to zero, where sum normalization++ is not defined.
-_Q = MappingOption(dataclasses.replace(Q, lower_open=True, upper_open=True), 1.0, LEARNED_RANGES["q"])
-_TEMPERATURE = MappingOption(TEMPERATURE, 1.0, LEARNED_RANGES["temperature"])
+_POSITIVE_Q = dataclasses.replace(Q, lower_open=True, upper_open=True)
 
 
 def _no_scale(options: Mapping[str, HeadOption]) -> None:
     return None
 
 
+def _lin_scale(options: Mapping[str, HeadOption]) -> HeadOption:
+    return 1.0 / (1.0 - options["lam"])
+
+
 ATTENTION_MAPPINGS: dict[str, MappingSpec] = {
-    spec.name: spec
-    for spec in (
-        MappingSpec(
-            "sparsegen_lin",
-            {"lam": _LAM},
-            "sparsemax(z / (1 - lam))",
-            _sparsegen_weights("lin"),
-            lambda options: 1.0 / (1.0 - options["lam"]),
-        ),
-        MappingSpec(
-            "sparsegen_exp", {"lam": _LAM}, "sparsemax(exp(z) / (1 - lam))", _sparsegen_weights("exp"), _no_scale
-        ),
-        MappingSpec("sparsegen_sq", {"lam": _LAM}, "sparsemax(z^2 / (1 - lam))", _sparsegen_weights("sq"), _no_scale),
-        MappingSpec(
-            "sparsehourglass", {"q": _Q}, "sparsemax((1 + K q) z / (|sum z| + K q))", _hourglass_weights, _no_scale
-        ),
-        MappingSpec("softmax", {"temperature": _TEMPERATURE}, "softmax(z / temperature)", _softmax_weights, _no_scale),
+    name: MappingSpec(name, {option.name: option}, description, weights, scale)
+    for name, option, description, weights, scale in (
+        ("sparsegen_lin", LAM, "sparsemax(z / (1 - lam))", _sparsegen_weights("lin"), _lin_scale),
+        ("sparsegen_exp", LAM, "sparsemax(exp(z) / (1 - lam))", _sparsegen_weights("exp"), _no_scale),
+        ("sparsegen_sq", LAM, "sparsemax(z^2 / (1 - lam))", _sparsegen_weights("sq"), _no_scale),
+        ("sparsehourglass", _POSITIVE_Q, "sparsemax((1 + K q) z / (|sum z| + K q))", _hourglass_weights, _no_scale),
+        ("softmax", TEMPERATURE, "softmax(z / temperature)", _softmax_weights, _no_scale),
     )
 }
 

@@ -21,6 +21,8 @@ class Interval:
         lower_open: whether the lower end itself is excluded.
         upper_open: whether the upper end itself is excluded.
         meaning: what the option does, for messages and tables.
+        default: the value when it is not given.
+        learned_range: the open interval ``(lo, hi)`` of ``lo + (hi - lo) sigmoid(a)`` when it is learned.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Interval:
     lower_open: bool
     upper_open: bool
     meaning: str
+    default: float = math.nan
+    learned_range: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         """Mathematical notation, e.g. ``(-inf, 1)``."""
@@ -58,10 +62,50 @@ class Interval:
             raise self.error(value)
         return value
 
+    def learned(
+        self, init: float | None, bounds: object = None, names: tuple[str, str] = ("init", "bounds")
+    ) -> tuple[float, tuple[float, float]]:
+        """Where a learned value starts, and the open interval in which it stays.
 
-LAM = Interval("lam", -math.inf, 1.0, True, True, "towards 1 the output gets sparser, towards -inf uniform")
-Q = Interval("q", 0.0, math.inf, False, False, "0 is sum normalization, towards inf sparsemax")
-TEMPERATURE = Interval("temperature", 0.0, math.inf, True, True, "towards 0 the output gets more peaked")
+        Args:
+            init: the start; the default if None, or the middle where that lies outside ``bounds``.
+            bounds: ``(lo, hi)``; ``learned_range`` if None.
+            names: of the two, for messages.
+
+        Raises:
+            TypeError: if ``bounds`` is not two numbers, or ``init`` none.
+            ValueError: if ``bounds`` is no finite interval inside this one, or ``init`` is not strictly between them.
+        """
+        bounds = self.learned_range if bounds is None else bounds
+        try:
+            lo, hi = (float(end) for end in bounds)  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise TypeError(f"{names[1]}={bounds!r} must be two numbers (lo, hi).") from None
+        # A sigmoid never reaches the ends of its interval, so an open end of the domain may bound it; an infinite one not.
+        if not (math.isfinite(lo) and math.isfinite(hi) and self.lower <= lo < hi <= self.upper):
+            raise ValueError(
+                f"{names[1]}={bounds!r} is not allowed: give a finite interval (lo, hi) with lo < hi; {self.name} must "
+                f"lie in {self} ({self.meaning})."
+            )
+        if init is None:
+            init = self.default if lo < self.default < hi else (lo + hi) / 2
+        init = self.number(init)
+        if not lo < init < hi:
+            raise ValueError(
+                f"{names[0]}={init} is not allowed: a learned {self.name} starts strictly between {lo} and {hi}."
+            )
+        return init, (lo, hi)
+
+
+# The ends of learned ranges are far enough out to reach (nearly) uniform and (nearly) one-hot attention at scores of unit
+# size, and near enough in for gradients not to vanish between them.
+LAM = Interval(
+    "lam", -math.inf, 1.0, True, True, "towards 1 the output gets sparser, towards -inf uniform", 0.0, (-4.0, 0.95)
+)
+Q = Interval("q", 0.0, math.inf, False, False, "0 is sum normalization, towards inf sparsemax", 1.0, (0.01, 10.0))
+TEMPERATURE = Interval(
+    "temperature", 0.0, math.inf, True, True, "towards 0 the output gets more peaked", 1.0, (0.05, 5.0)
+)
 
 
 def holds(condition: Tensor) -> bool:

@@ -92,13 +92,18 @@ def _option_gradient(option: Option, rows: Tensor) -> Tensor | None:
     return rows.sum_to_size(option.shape).to(option.dtype) if isinstance(option, Tensor) else None
 
 
-def _batched_first(info: Any, in_dims: tuple[Any, ...], rows: Tensor, *options: Any) -> list[Any]:
-    """Arguments of a vmap rule with the batch dimension in front; options of one value for all stay as they are."""
-    rows = rows.expand(info.batch_size, *rows.shape) if in_dims[0] is None else rows.movedim(in_dims[0], 0)
-    return [rows, *(x if d is None else x.movedim(d, 0) for x, d in zip(options, in_dims[1:], strict=True))]
+class _RowFunction(torch.autograd.Function):
+    """A function of rows: a batch dimension is one more leading dimension."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], rows: Tensor, *options: Any) -> tuple[Tensor, int]:
+        """Apply it with the batch dimension in front; options of one value for all stay as they are."""
+        rows = rows.expand(info.batch_size, *rows.shape) if in_dims[0] is None else rows.movedim(in_dims[0], 0)
+        options = tuple(x if d is None else x.movedim(d, 0) for x, d in zip(options, in_dims[1:], strict=True))
+        return cls.apply(rows, *options), 0  # type: ignore[return-value]
 
 
-class SparsegenFunction(torch.autograd.Function):
+class SparsegenFunction(_RowFunction):
     """``sparsemax(g(z) / (1 - lam))`` for a component-wise ``g``, one of ``SPARSEGEN_KINDS``."""
 
     @staticmethod
@@ -136,11 +141,6 @@ class SparsegenFunction(torch.autograd.Function):
         grad_lam = _option_gradient(lam, support_spread(vector, wide) * scale) if ctx.needs_input_grad[1] else None
         return grad.to(probs.dtype), grad_lam, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        """A batch dimension is one more leading dimension."""
-        return SparsegenFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]
-
 
 def hourglass_scale(z: Tensor, allowed: Tensor, q: Option, mirrored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """``a(z) = (1 + K q) / (|sum z| + K q)`` of each row, with ``K`` its number of allowed entries.
@@ -163,7 +163,7 @@ def hourglass_scale(z: Tensor, allowed: Tensor, q: Option, mirrored: bool = True
     return scale, total, denominator
 
 
-class HourglassFunction(torch.autograd.Function):
+class HourglassFunction(_RowFunction):
     """``sparsemax(a(z) z)``: sparsehourglass, and sparsecone where not mirrored."""
 
     @staticmethod
@@ -206,13 +206,8 @@ class HourglassFunction(torch.autograd.Function):
             grad_q = _option_gradient(q, per_row)
         return grad.to(probs.dtype), grad_q, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        """A batch dimension is one more leading dimension."""
-        return HourglassFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]
 
-
-class PowerShareFunction(torch.autograd.Function):
+class PowerShareFunction(_RowFunction):
     """``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2)."""
 
     @staticmethod
@@ -242,11 +237,6 @@ class PowerShareFunction(torch.autograd.Function):
         grad = ctx.power * slope * gap / torch.where(total == 0, 1.0, total)
         return torch.where(is_allowed(rows), grad, 0.0).to(probs.dtype), None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        """A batch dimension is one more leading dimension."""
-        return PowerShareFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]
-
 
 def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows divided by their largest magnitude, which is returned too: squares neither overflow nor vanish."""
@@ -257,7 +247,7 @@ def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return z / torch.where(top == 0, 1.0, top), top
 
 
-class TemperedSoftmaxFunction(torch.autograd.Function):
+class TemperedSoftmaxFunction(_RowFunction):
     """``softmax(z / temperature)``."""
 
     @staticmethod
@@ -285,8 +275,3 @@ class TemperedSoftmaxFunction(torch.autograd.Function):
             log_probs = torch.where(wide > 0, wide, 1.0).log()
             grad_temperature = _option_gradient(temperature, -(grad * log_probs).sum(-1, keepdim=True))
         return grad.to(probs.dtype), grad_temperature
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        """A batch dimension is one more leading dimension."""
-        return TemperedSoftmaxFunction.apply(*_batched_first(info, in_dims, *args)), 0  # type: ignore[return-value]

@@ -122,6 +122,11 @@ def sparsegen_lin(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
 
     Reference:
         L18, section 3.1.
+
+    Example:
+        >>> scores = torch.tensor([0.6, 0.4, 0.1])
+        >>> sparsegen_lin(scores), sparsegen_lin(scores, lam=0.8)
+        (tensor([0.5667, 0.3667, 0.0667]), tensor([1., 0., 0.]))
     """
     return _sparsegen("lin", scores, lam, dim, mask)
 
@@ -251,6 +256,10 @@ def sparsehourglass(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask
 
     Reference:
         L18, section 3.3.
+
+    Example:
+        >>> sparsehourglass(torch.tensor([0.6, 0.4, -0.1]), q=1.0)
+        tensor([0.6026, 0.3974, 0.0000])
     """
     rows = as_rows(scores, dim, mask)
     q_rows = option(Q, q, scores, dim)
@@ -367,6 +376,10 @@ def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, ma
 
     Reference:
         L18, section 2.
+
+    Example:
+        >>> softmax(torch.tensor([0.6, 0.4, 0.1]), temperature=0.1)
+        tensor([0.8756, 0.1185, 0.0059])
     """
     rows = as_rows(scores, dim, mask)
     temperature = option(TEMPERATURE, temperature, scores, dim)

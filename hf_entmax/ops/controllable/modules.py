@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_entmax.ops.controllable import mappings
-from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q
+from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Q
 
-# Where learned options live. The ends are far enough out to reach (nearly) uniform and (nearly) one-hot attention at
-# scores of unit size, and near enough in for gradients not to vanish between them.
-LEARNED_RANGES: dict[str, tuple[float, float]] = {"lam": (-4.0, 0.95), "q": (0.01, 10.0), "temperature": (0.05, 5.0)}
+_INTERVALS = {interval.name: interval for interval in (LAM, Q, TEMPERATURE)}
 
 
 class BoundedOption(nn.Module):
@@ -49,189 +48,112 @@ class BoundedOption(nn.Module):
         return f"shape={tuple(self.a.shape)}, bounds={self.bounds}"
 
 
-class _OptionMapping(nn.Module):
-    """A mapping with one option, fixed or learned."""
+class ControllableMapping(nn.Module):
+    """A mapping as a module; its option (``lam``, ``q`` or ``temperature``) is a number or ``"learned"``.
 
-    interval: Interval
-    default: float
+    A subclass names the function; it takes that function's arguments without ``scores`` and ``mask``.
+
+    Args:
+        *args: as of the function.
+        init: where a learned option starts, by default where the function has it.
+        bounds: the open interval of a learned option, by default its ``learned_range``.
+        shape: shape of a learned option, see `BoundedOption`.
+        **kwargs: as of the function.
+
+    Raises:
+        TypeError: if an argument is unknown or of the wrong type.
+        ValueError: if a number is outside its range, or ``init``, ``bounds`` or ``shape`` stands with a fixed option.
+    """
+
+    function: Callable[..., Tensor]
+
+    def __init_subclass__(cls, function: Callable[..., Tensor] | None = None) -> None:
+        if function is None:
+            return
+        cls.function = staticmethod(function)
+        taken = [p for p in inspect.signature(function).parameters.values() if p.name not in ("scores", "mask")]
+        learning = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        cls.__signature__ = inspect.Signature([*taken, *learning])
 
     def __init__(
         self,
-        value: float | str,
-        dim: int,
-        init: float | None,
-        bounds: tuple[float, float] | None,
-        shape: tuple[int, ...],
+        *args: Any,
+        init: float | None = None,
+        bounds: tuple[float, float] | None = None,
+        shape: tuple[int, ...] = (),
+        **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        name = self.interval.name
+        given = inspect.signature(type(self)).bind(*args, **kwargs)
+        given.apply_defaults()
+        self.arguments = {name: x for name, x in given.arguments.items() if name not in ("init", "bounds", "shape")}
+        self.dim = self.arguments.pop("dim")
+        self.option_name = next((name for name in self.arguments if name in _INTERVALS), None)
+        value = self.arguments.pop(self.option_name, None)
+        name, interval = self.option_name, _INTERVALS.get(self.option_name)
         if value == "learned":
-            bounds = LEARNED_RANGES[name] if bounds is None else bounds
-            for end in bounds:
-                # An open end of the domain may bound a sigmoid, which never reaches it.
-                if end not in (self.interval.lower, self.interval.upper):
-                    self.interval.number(end)
-            if not all(map(math.isfinite, bounds)):
-                raise ValueError(f"bounds={bounds} are not allowed: a learned {name} needs a finite interval.")
-            self.option = BoundedOption(self.default if init is None else init, bounds, shape)
+            self.option = BoundedOption(*interval.learned(init, bounds), shape)
         elif isinstance(value, str):
-            raise ValueError(f'{name}={value!r} is not allowed: give a number in {self.interval}, or "learned".')
+            raise ValueError(f'{name}={value!r} is not allowed: give a number in {interval}, or "learned".')
         elif init is not None or bounds is not None or shape != ():
             raise ValueError(f'init, bounds and shape belong to {name}="learned", but {name}={value} is fixed.')
-        else:
-            self.option = self.interval.number(value)
+        elif interval is not None:
+            self.option = interval.number(value)
 
     def value(self) -> float | Tensor:
         """The option as it stands."""
         return self.option() if isinstance(self.option, BoundedOption) else self.option
 
-    def extra_repr(self) -> str:
-        fixed = "" if isinstance(self.option, BoundedOption) else f"{self.interval.name}={self.option}, "
-        return f"{fixed}dim={self.dim}"
-
-
-class Sparsegen(_OptionMapping):
-    """Module of :func:`sparsegen`; ``lam`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``).
-
-    Args:
-        g: the transformation, a name or a callable.
-        lam: below 1, or ``"learned"``.
-        dim: the dimension to normalise.
-        init: where a learned value starts.
-        bounds: the open interval of a learned value, by default that of ``LEARNED_RANGES``.
-        shape: shape of a learned value, see :class:`BoundedOption`.
-    """
-
-    interval, default = LAM, 0.0
-
-    def __init__(
-        self,
-        g: str | Callable[[Tensor], Tensor] = "lin",
-        lam: float | str = 0.0,
-        dim: int = -1,
-        *,
-        init: float | None = None,
-        bounds: tuple[float, float] | None = None,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(lam, dim, init, bounds, shape)
-        self.g = g
-
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.sparsegen(scores, g=self.g, lam=self.value(), dim=self.dim, mask=mask)
-
-
-class SparsegenLin(Sparsegen):
-    """Module of :func:`sparsegen_lin`; ``lam`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def __init__(self, lam: float | str = 0.0, dim: int = -1, **learning: Any) -> None:
-        super().__init__("lin", lam, dim, **learning)
-
-
-class SparsegenExp(Sparsegen):
-    """Module of :func:`sparsegen_exp`; ``lam`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def __init__(self, lam: float | str = 0.0, dim: int = -1, **learning: Any) -> None:
-        super().__init__("exp", lam, dim, **learning)
-
-
-class SparsegenSq(Sparsegen):
-    """Module of :func:`sparsegen_sq`; ``lam`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def __init__(self, lam: float | str = 0.0, dim: int = -1, **learning: Any) -> None:
-        super().__init__("sq", lam, dim, **learning)
-
-
-class SparsegenLog(Sparsegen):
-    """Module of :func:`sparsegen_log`; ``lam`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def __init__(self, lam: float | str = 0.0, dim: int = -1, **learning: Any) -> None:
-        super().__init__("log", lam, dim, **learning)
-
-
-class _QMapping(_OptionMapping):
-    interval, default = Q, 1.0
-
-    def __init__(
-        self,
-        q: float | str = 1.0,
-        dim: int = -1,
-        *,
-        init: float | None = None,
-        bounds: tuple[float, float] | None = None,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(q, dim, init, bounds, shape)
-
-
-class Sparsecone(_QMapping):
-    """Module of :func:`sparsecone`; ``q`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.sparsecone(scores, q=self.value(), dim=self.dim, mask=mask)
-
-
-class Sparsehourglass(_QMapping):
-    """Module of :func:`sparsehourglass`; ``q`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.sparsehourglass(scores, q=self.value(), dim=self.dim, mask=mask)
-
-
-class Softmax(_OptionMapping):
-    """Module of :func:`softmax`; ``temperature`` a number or ``"learned"`` (with ``init``, ``bounds``, ``shape``)."""
-
-    interval, default = TEMPERATURE, 1.0
-
-    def __init__(
-        self,
-        temperature: float | str = 1.0,
-        dim: int = -1,
-        *,
-        init: float | None = None,
-        bounds: tuple[float, float] | None = None,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(temperature, dim, init, bounds, shape)
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.softmax(scores, temperature=self.value(), dim=self.dim, mask=mask)
-
-
-class _PlainMapping(nn.Module):
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
+        option = {} if self.option_name is None else {self.option_name: self.value()}
+        return self.function(scores, **self.arguments, **option, dim=self.dim, mask=mask)
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
-        return f"dim={self.dim}"
+        fixed = isinstance(getattr(self, "option", None), float)
+        return f"{self.option_name}={self.option}, dim={self.dim}" if fixed else f"dim={self.dim}"
 
 
-class SumNormalization(_PlainMapping):
-    """Module of :func:`sum_normalization`."""
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.sum_normalization(scores, dim=self.dim, mask=mask)
+class Sparsegen(ControllableMapping, function=mappings.sparsegen):
+    """Module of `sparsegen`."""
 
 
-class SumNormalizationPP(_PlainMapping):
-    """Module of :func:`sum_normalization_pp`."""
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.sum_normalization_pp(scores, dim=self.dim, mask=mask)
+class SparsegenLin(ControllableMapping, function=mappings.sparsegen_lin):
+    """Module of `sparsegen_lin`."""
 
 
-class SphericalSoftmax(_PlainMapping):
-    """Module of :func:`spherical_softmax`."""
+class SparsegenExp(ControllableMapping, function=mappings.sparsegen_exp):
+    """Module of `sparsegen_exp`."""
 
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
-        return mappings.spherical_softmax(scores, dim=self.dim, mask=mask)
+
+class SparsegenSq(ControllableMapping, function=mappings.sparsegen_sq):
+    """Module of `sparsegen_sq`."""
+
+
+class SparsegenLog(ControllableMapping, function=mappings.sparsegen_log):
+    """Module of `sparsegen_log`."""
+
+
+class Sparsecone(ControllableMapping, function=mappings.sparsecone):
+    """Module of `sparsecone`."""
+
+
+class Sparsehourglass(ControllableMapping, function=mappings.sparsehourglass):
+    """Module of `sparsehourglass`."""
+
+
+class Softmax(ControllableMapping, function=mappings.softmax):
+    """Module of `softmax`."""
+
+
+class SumNormalization(ControllableMapping, function=mappings.sum_normalization):
+    """Module of `sum_normalization`."""
+
+
+class SumNormalizationPP(ControllableMapping, function=mappings.sum_normalization_pp):
+    """Module of `sum_normalization_pp`."""
+
+
+class SphericalSoftmax(ControllableMapping, function=mappings.spherical_softmax):
+    """Module of `spherical_softmax`."""
