@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numba.np.numpy_support import carray
 
 from .dropout import drop_dense, drop_sparse, dropout_key
 from .forward import copy_scaled, place_row, zero_floats
+from .jit import jit
 from .partition import block_rows, dense_row_bytes, item_blocks
 from .simd import (
     LANES,
@@ -54,7 +54,7 @@ _STABLE_BELOW = 0.5
 _SERIES_UP_TO = 0.5
 
 
-@njit(error_model="numpy")
+@jit
 def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, factor):
     """sum_i dP_i dp_i/dalpha in a form that does not cancel, and ``g = factor * s * (g - delta)`` on the way.
 
@@ -94,7 +94,7 @@ def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, fa
     return -((entropy - u * q) * first + (1.0 + u * entropy) * second) / (1.0 + u * u * q)
 
 
-@njit(error_model="numpy")
+@jit
 def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
     """Turn dP of one row in ``g`` into ``factor * dS``; returns the row's d_alpha.
 
@@ -151,19 +151,19 @@ def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
     return d_alpha + (float(sum_lanes(entropy_g)) - total_entropy * delta) / u
 
 
-@njit(error_model="numpy")
+@jit
 def _copy_gradient(source, target, n):
     for k in range(n):
         write_f32(target + 4 * k, read_f32(source + 4 * k))
 
 
-@njit(error_model="numpy")
+@jit
 def _scale(values, n, factor):
     for k in range(0, n, LANES):
         store(values + 4 * k, load(values + 4 * k) * splat(_f(factor)))
 
 
-@njit(error_model="numpy")
+@jit
 def _through_softcap(r, ds, query, index, n, k):
     """Multiply dS by the slope of the cap at each score of the support, computed again from its dot product."""
     inverse = splat(_f(r.scaling / r.softcap))
@@ -173,7 +173,7 @@ def _through_softcap(r, ds, query, index, n, k):
         store(ds + 4 * t, load(ds + 4 * t) * (splat(_ONE) - value * value))
 
 
-@njit(error_model="numpy")
+@jit
 def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     """The gradients of one sparse row; returns its d_alpha."""
     index = read_i64(r.row_address + 8 * row)
@@ -221,7 +221,7 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     return d_alpha
 
 
-@njit(error_model="numpy")
+@jit
 def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack, slopes, logs, gradients, dropped):
     """The gradients of a block stored densely, as matrix products; returns its d_alpha."""
     low = np.int64(read_i32(r.row_start + 4 * row))
@@ -273,14 +273,14 @@ def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack
     return d_alpha
 
 
-@njit(error_model="numpy")
+@jit
 def _add_alpha(r, chunk, b, h, d_alpha):
     if r.dalpha != 0:
         place = r.dalpha + 8 * ((chunk * r.batch + b) * r.heads + h)
         write_f64(place, read_f64(place) + d_alpha)
 
 
-@njit(error_model="numpy")
+@jit
 def run_backward(record):
     """Take items until none is left."""
     r = carray(record, 1)[0]
@@ -329,7 +329,7 @@ def run_backward(record):
                 _add_alpha(r, chunk, b, h, d_alpha)
 
 
-@njit(error_model="numpy")
+@jit
 def _add_stored(r, row, target, stride):
     """Add the stored score gradient of one row to ``target`` (byte stride ``stride`` over columns, possibly 0)."""
     address = read_i64(r.row_address + 8 * row)
@@ -347,7 +347,7 @@ def _add_stored(r, row, target, stride):
         write_f32(place, read_f32(place) + read_f32(address + 4 * k))
 
 
-@njit(error_model="numpy")
+@jit
 def run_bias_gradient(record):
     """Sum the stored score gradients over the dimensions a bias was broadcast over; one thread per row of the bias."""
     r = carray(record, 1)[0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import jit
 from .simd import LANES, hashed_keep, indices, load, load_index, select, splat, store
 
 _f = np.float32
@@ -14,7 +14,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-@njit(error_model="numpy")
+@jit
 def dropout_key(seed, row):
     """A 64-bit key for one row of one call."""
     z = np.uint64(seed) + np.uint64(row + 1) * _GOLDEN
@@ -23,7 +23,7 @@ def dropout_key(seed, row):
     return np.int64(z ^ (z >> np.uint64(31)))
 
 
-@njit(error_model="numpy")
+@jit
 def drop_dense(line, low, width, key, limit, factor, target):
     """Apply dropout to a dense row."""
     for k in range(0, width, LANES):
@@ -31,7 +31,7 @@ def drop_dense(line, low, width, key, limit, factor, target):
         store(target + 4 * k, select(kept, load(line + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
 
 
-@njit(error_model="numpy")
+@jit
 def drop_sparse(weights, index, n, key, limit, factor, target):
     """Dropped and rescaled weights of a sparse row."""
     for k in range(0, n, LANES):

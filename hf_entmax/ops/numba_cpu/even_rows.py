@@ -8,8 +8,8 @@ from mean and variance. Nothing is compacted: a row that ends up sparse is solve
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import jit
 from .partition import ROW_LIMITS
 from .simd import (
     LANES,
@@ -46,7 +46,7 @@ _STEP = _C + 64
 GROUP_BYTES = _STEP + 64
 
 
-@njit(error_model="numpy")
+@jit
 def _sum_scores(s, columns, top, place):
     """Sum and sum of squares of the allowed scores relative to ``top``, by lane, and how many they are."""
     shift, lowest = splat(top), splat(_FORBIDDEN)
@@ -63,7 +63,7 @@ def _sum_scores(s, columns, top, place):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _start(group, u):
     """The first c of every row, as in `threshold._start`."""
     n = load(group + _COUNT)
@@ -77,7 +77,7 @@ def _start(group, u):
     store(group + _C, maximum(mean - shrunk / slope + second, splat(_ZERO)))
 
 
-@njit(error_model="numpy")
+@jit
 def _moments(s, columns, top, c, u, p, inverses, place):
     """Write p and 1/y at c; sums of p y**-j by lane for j = 0 to 3. See `threshold._moments_near_softmax`."""
     slope, peak, shift, inverse_u = splat(_f(u)), splat(top), splat(c), splat(_f(1.0 / u))
@@ -105,7 +105,7 @@ def _moments(s, columns, top, c, u, p, inverses, place):
     store(place + 3 * _SUMS, s3)
 
 
-@njit(error_model="numpy")
+@jit
 def _steps(group, rows, u):
     """The Newton step of every row, refined where it is the last one; returns whether it is that for all rows."""
     s0, s1 = row_sums(group), row_sums(group + _SUMS)
@@ -125,14 +125,14 @@ def _steps(group, rows, u):
     return last
 
 
-@njit(error_model="numpy")
+@jit
 def _columns(limits, low, t):
     """First column (whole vectors after ``low``) and one past the last of a row."""
     row_low = read_i64(limits + ROW_LIMITS * t)
     return low + (row_low - low) // LANES * LANES, read_i64(limits + ROW_LIMITS * t + 8)
 
 
-@njit(error_model="numpy")
+@jit
 def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
     """Weights of up to sixteen rows.
 

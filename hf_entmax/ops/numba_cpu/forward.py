@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numba.np.numpy_support import carray
 
 from .arguments import DONE
 from .dropout import drop_dense, drop_sparse, dropout_key
 from .even_rows import solve_even_rows
+from .jit import jit
 from .partition import ROW_LIMITS, block_rows, dense_row_bytes, item_blocks
 from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relative, row_limits, row_maximum
 from .simd import (
@@ -36,14 +36,14 @@ _f = np.float32
 _NEARLY_ALL = 0.875
 
 
-@njit(error_model="numpy")
+@jit
 def copy_scaled(source, target, vectors, factor):
     """Target = factor * source, over whole vectors."""
     for v in range(vectors):
         store(target + 64 * v, load(source + 64 * v) * splat(factor))
 
 
-@njit(error_model="numpy")
+@jit
 def zero_floats(target, n):
     """Write ``n`` zeros."""
     k = 0
@@ -55,7 +55,7 @@ def zero_floats(target, n):
         k += 1
 
 
-@njit(error_model="numpy")
+@jit
 def copy_floats(source, target, n):
     """Write ``n`` floats from ``source`` on to ``target``."""
     k = 0
@@ -67,13 +67,13 @@ def copy_floats(source, target, n):
         k += 1
 
 
-@njit(error_model="numpy")
+@jit
 def place_row(r, h_kv, row):
     """Query head and query of a row."""
     return h_kv * r.groups + row // r.queries, row % r.queries
 
 
-@njit(error_model="numpy")
+@jit
 def column_range(r, b, h_kv, first, rows, limits):
     """Write the column limits of every row of a block; returns the range that covers them all."""
     low, high = r.keys, 0
@@ -87,7 +87,7 @@ def column_range(r, b, h_kv, first, rows, limits):
     return low, max(low, high)
 
 
-@njit(error_model="numpy")
+@jit
 def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
     """Scores of a block, column ``low // PANEL * PANEL`` first."""
     for t in range(rows):
@@ -110,7 +110,7 @@ def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
         product(q_pack, q_row, 4, rows, panel, 4 * PANEL, vectors, scores + 4 * (j - origin), 4 * r.span, depth, 0)
 
 
-@njit(error_model="numpy")
+@jit
 def _spread_nan(low, high, target):
     """The support of a row with a NaN or +inf score: NaN in all its columns, as in dense arithmetic."""
     n = high - low
@@ -120,7 +120,7 @@ def _spread_nan(low, high, target):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _note_row(r, row, position, n):
     """Remember where a row's support lies; returns the address after it."""
     write_i64(r.row_address + 8 * row, position)
@@ -128,7 +128,7 @@ def _note_row(r, row, position, n):
     return position + 4 * n * (3 if r.store_gradient != 0 else 2)
 
 
-@njit(error_model="numpy")
+@jit
 def _finish_scores(r, b, h_kv, first, rows, limits, scores, origin):
     """Add the terms of every row and note its maximum: NaN for NaN, -inf where nothing is allowed."""
     for t in range(rows):
@@ -144,7 +144,7 @@ def _finish_scores(r, b, h_kv, first, rows, limits, scores, origin):
         write_f32(limits + ROW_LIMITS * t + 16, top)
 
 
-@njit(error_model="numpy")
+@jit
 def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
     """Whether nearly all entries of every row are candidates."""
     for t in range(rows):
@@ -159,7 +159,7 @@ def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
     return True
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, row_bytes, target):
     """Write the weights of a block, columns ``low`` to ``high``, to ``target``; returns how many are not zero.
 
@@ -191,7 +191,7 @@ def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, row_b
     return total
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, row_bytes, position):
     """Solve the rows of a block and keep their support; returns the address after it and the number of entries."""
     x, index, p, other = buffers, buffers + row_bytes, buffers + 2 * row_bytes, buffers + 3 * row_bytes
@@ -226,7 +226,7 @@ def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers
     return position, total
 
 
-@njit(error_model="numpy")
+@jit
 def _make_dense(r, rows, first_row, low, high, scores):
     """Turn the sparse rows of a block into dense ones, in ``scores`` (column ``low`` first)."""
     width = high - low
@@ -240,7 +240,7 @@ def _make_dense(r, rows, first_row, low, high, scores):
             write_f32(line + 4 * column, read_f32(address + 4 * (n + k)))
 
 
-@njit(error_model="numpy")
+@jit
 def _note_dense_rows(r, rows, first_row, low, width, target):
     """Remember that a block's rows lie densely at ``target``; returns the address after them."""
     row_bytes = dense_row_bytes(r, width)
@@ -251,7 +251,7 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
     return target + row_bytes * rows
 
 
-@njit(error_model="numpy")
+@jit
 def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
     """Dropout, output and returned weights of a dense block stored at ``stored``."""
     h, i = place_row(r, h_kv, first)
@@ -271,7 +271,7 @@ def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped
             copy_floats(weights + row_bytes * t, line + 4 * low, high - low)
 
 
-@njit(error_model="numpy")
+@jit
 def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
     """Dropout, output and returned weights of the sparse rows of a block."""
     values = r.v + b * r.v_b + h_kv * r.v_h
@@ -292,7 +292,7 @@ def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
                 write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
 
 
-@njit(error_model="numpy")
+@jit
 def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position, try_dense):
     """One block of rows.
 
@@ -352,7 +352,7 @@ def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position
     return position, packed_low, packed_high, dense
 
 
-@njit(error_model="numpy")
+@jit
 def run_forward(record):
     """Take items until none is left, or until this thread needs storage that is not there."""
     r = carray(record, 1)[0]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from numba import njit
+from .jit import jit
 
 #: Bytes noted for every row of a block: first column, one past the last, maximum.
 ROW_LIMITS = 24
 
 
-@njit(error_model="numpy")
+@jit
 def dense_row_bytes(r, width):
     """Bytes of ``width`` dense weights in whole vectors, and of the gradient of their scores if that is stored."""
     return (width + 15) // 16 * (128 if r.store_gradient != 0 else 64)
 
 
-@njit(error_model="numpy")
+@jit
 def block_rows(r, block):
     """First row and number of rows of a block; row = query head within the group * T_q + query."""
     if r.stacked != 0:
@@ -26,7 +26,7 @@ def block_rows(r, block):
     return head * r.queries + first, min(r.block_rows, r.queries - first)
 
 
-@njit(error_model="numpy")
+@jit
 def item_blocks(r, item):
     """Batch, key head and block range of a work item."""
     chunk = item % r.chunks

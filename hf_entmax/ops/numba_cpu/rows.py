@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numba.np.numpy_support import carray
 
+from .jit import jit, jit_inline
 from .scores import candidates, row_maximum
 from .simd import (
     LANES,
@@ -47,7 +47,7 @@ _MINUS_INFINITY = _f(-np.inf)
 _STRETCH = 64 * LANES
 
 
-@njit(error_model="numpy")
+@jit
 def _copy_tail(s, whole, length, tail):
     """The entries that fill no vector, filled up with -inf: a load past the last row might leave its memory page."""
     store(tail, splat(_MINUS_INFINITY))
@@ -55,7 +55,7 @@ def _copy_tail(s, whole, length, tail):
         write_f32(tail + 4 * (j - whole), read_f32(s + 4 * j))
 
 
-@njit(error_model="numpy")
+@jit
 def _top(s, whole, length, tail):
     """The maximum of a row, as `scores.row_maximum`."""
     top = row_maximum(s, 0, whole)
@@ -65,7 +65,7 @@ def _top(s, whole, length, tail):
     return top if other <= top else other
 
 
-@njit(error_model="numpy")
+@jit
 def _candidates(s, whole, length, tail, top, u, x, index):
     n = candidates(s, 0, whole, top, u, x, index)
     if whole < length:
@@ -73,7 +73,7 @@ def _candidates(s, whole, length, tail, top, u, x, index):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _sums(weights, n, x, s, index, top):
     """Sum of the weights and of ``weight * (z - m)`` of a support; ``x`` (or 0: looked up in ``s``) are its ``z - m``."""
     total, expected = 0.0, 0.0
@@ -95,7 +95,7 @@ def _sums(weights, n, x, s, index, top):
     return total, expected
 
 
-@njit(error_model="numpy")
+@jit
 def _note(r, row, n, u, top, weight, score, total, expected):
     """Write down a row's numbers; the shift from one of its weights and the ``z - m`` of that.
 
@@ -117,7 +117,7 @@ def _note(r, row, n, u, top, weight, score, total, expected):
     write_f64(r.conjugate + 8 * row, expected / total + entropy)
 
 
-@njit(error_model="numpy")
+@jit
 def _note_nothing(r, row, n, top):
     """Write down a row of -inf (``n = 0``) or one that holds NaN or +inf (all its weights are NaN)."""
     nothing = _ZERO if n == 0 else _f(np.nan)
@@ -132,7 +132,7 @@ def _note_nothing(r, row, n, top):
         write_f32(slot + 4 * (n + k), nothing)
 
 
-@njit(error_model="numpy")
+@jit
 def _largest(weights, n):
     """The largest weight, that of the largest score."""
     best = splat(_ZERO)
@@ -141,7 +141,7 @@ def _largest(weights, n):
     return float(max_lanes(best))
 
 
-@njit(error_model="numpy")
+@jit
 def _smallest(weights, x, n):
     """The smallest weight above 0 and its score: for ``u > 1`` the shift is known best from there."""
     least, score = np.inf, 0.0
@@ -152,12 +152,12 @@ def _smallest(weights, x, n):
     return least, score
 
 
-@njit(error_model="numpy")
+@jit
 def _u(r, row):
     return read_f64(r.u + r.u_step * row)
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_item(r, first, last, scratch):
     """Solve the rows ``first`` to ``last``."""
     room = 4 * (r.length + 4 * LANES)
@@ -199,7 +199,7 @@ def _solve_item(r, first, last, scratch):
             waiting = 0
 
 
-@njit(error_model="numpy")
+@jit
 def run_solve(record):
     """Take groups of rows until none is left."""
     r = carray(record, 1)[0]
@@ -211,7 +211,7 @@ def run_solve(record):
         _solve_item(r, first, min(first + r.group, r.rows), scratch)
 
 
-@njit(error_model="numpy")
+@jit
 def _write_sparsely(r, row, slot, n, scale):
     start = read_i64(r.offsets + 8 * row)
     for k in range(n):
@@ -220,7 +220,7 @@ def _write_sparsely(r, row, slot, n, scale):
         write_f32(r.out + 4 * (start + k), read_f32(slot + 4 * (n + k)) * scale)
 
 
-@njit(error_model="numpy")
+@jit
 def _write_densely(line, length, slot, n, scale):
     j = 0
     while j + LANES <= length:
@@ -233,7 +233,7 @@ def _write_densely(line, length, slot, n, scale):
         write_f32(line + 4 * np.int64(read_i32(slot + 4 * k)), read_f32(slot + 4 * (n + k)) * scale)
 
 
-@njit(error_model="numpy")
+@jit
 def run_write(record):
     """Write what the slots hold: as (row, column, weight) where there are offsets, else as dense rows."""
     r = carray(record, 1)[0]
@@ -250,7 +250,7 @@ def run_write(record):
                 _write_densely(r.out + 4 * r.length * row, r.length, slot, n, scale)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _weights(x, u, c):
     """The weights at shift ``c`` of sixteen scores relative to their maximum, for ``u <= 1``."""
     one, zero = splat(_ONE), splat(_ZERO)
@@ -272,7 +272,7 @@ def _weights(x, u, c):
     return select(greater(y, zero), exp(log(maximum(y, splat(TINY))) * inverse), zero)
 
 
-@njit(error_model="numpy")
+@jit
 def _weights_far(s, length, top, u, c, scale, line):
     """The weights of a row for ``u > 1``, where they rise like a root at the threshold: in float64."""
     for j in range(length):
@@ -280,7 +280,7 @@ def _weights_far(s, length, top, u, c, scale, line):
         write_f32(line + 4 * j, _f(math.exp(math.log(y) / u)) * scale if y > 0.0 else _ZERO)
 
 
-@njit(error_model="numpy")
+@jit
 def run_recompute(record):
     """Dense weights of rows that were solved before, times the scale of each row."""
     r = carray(record, 1)[0]

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import jit, jit_inline
 from .simd import (
     LANES,
     both,
@@ -42,26 +42,26 @@ MASKED_BELOW = _f(np.finfo(np.float32).min / 2)
 _DEEPEST = 104.0
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _term(address, stride_b, stride_h, stride_t, b, h, i):
     return address + b * stride_b + h * stride_h + i * stride_t
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _mask_allows(kind, row, j):
     if kind == 1:
         return read_u8(row + j) != 0
     return read_f32(row + 4 * j) > MASKED_BELOW
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _mask_allows_any(kind, row, j):
     if kind == 1:
         return count(load_bytes(row + j)) > 0
     return count(greater(load(row + 4 * j), splat(MASKED_BELOW))) > 0
 
 
-@njit(error_model="numpy")
+@jit
 def row_limits(r, b, h, i):
     """The columns [low, high) outside of which row i may certainly not look."""
     low, high = 0, r.keys
@@ -87,14 +87,14 @@ def row_limits(r, b, h, i):
     return low, max(low, high)
 
 
-@njit(error_model="numpy")
+@jit
 def _cap(s, low, high, softcap):
     inverse, factor = splat(_f(1.0 / softcap)), splat(_f(softcap))
     for j in range(low, high, LANES):
         store(s + 4 * j, tanh(load(s + 4 * j) * inverse) * factor)
 
 
-@njit(error_model="numpy")
+@jit
 def _add(s, low, high, row):
     j = low
     while j + LANES <= high:
@@ -108,7 +108,7 @@ def _add(s, low, high, row):
         j += 1
 
 
-@njit(error_model="numpy")
+@jit
 def _forbid(s, low, high, row):
     j = low
     while j + LANES <= high:
@@ -120,7 +120,7 @@ def _forbid(s, low, high, row):
         j += 1
 
 
-@njit(error_model="numpy")
+@jit
 def add_terms(r, s, b, h, i, low, high):
     """Softcap, then position bias and mask, in place on the columns [low, high)."""
     if r.softcap != 0.0:
@@ -133,7 +133,7 @@ def add_terms(r, s, b, h, i, low, high):
         _add(s, low, high, _term(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i))
 
 
-@njit(error_model="numpy")
+@jit
 def row_maximum(s, low, high):
     """The largest score; NaN when a score is NaN or +inf, -inf when there is none."""
     m0 = m1 = m2 = m3 = splat(_MINUS_INFINITY)
@@ -157,12 +157,12 @@ def row_maximum(s, low, high):
     return top
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _reach(u):
     return 1.0 / u if u * _DEEPEST > 1.0 else _DEEPEST
 
 
-@njit(error_model="numpy")
+@jit
 def count_candidates(s, low, high, top, u):
     """How many scores lie above ``top - 1/u``."""
     floor = splat(_f(top - _reach(u)))
@@ -176,7 +176,7 @@ def count_candidates(s, low, high, top, u):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def relative(s, low, high, top, x):
     """Copy the scores of a row, relative to ``top``, to ``x``."""
     shift = splat(top)
@@ -184,7 +184,7 @@ def relative(s, low, high, top, x):
         store(x + 4 * (j - low), load(s + 4 * j) - shift)
 
 
-@njit(error_model="numpy")
+@jit
 def candidates(s, low, high, top, u, x, index):
     """Collect the scores above ``top - 1/u`` relative to ``top``, and their columns; returns how many."""
     shift = splat(top)

@@ -8,8 +8,8 @@ The iteration is that of `threshold`, without its rough steps.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import jit, jit_inline
 from .simd import (
     LANES,
     both,
@@ -48,13 +48,13 @@ _PLACE = _SIZE + 8 * LANES
 BATCH_BYTES = _PLACE + 8 * LANES
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def belongs(n, u):
     """Whether a row is solved here: few candidates, and an alpha without a closed form or a delicate limit."""
     return 1 < n <= WIDTH and SMALL_U <= u < 1.0 and u != 0.5
 
 
-@njit(error_model="numpy")
+@jit
 def collect(batch, lane, x, index, n, u, place):
     """Put a row into a lane; ``x`` and ``index`` have room for ``n + 32`` elements."""
     store(x + 4 * n, splat(PADDING))
@@ -67,7 +67,7 @@ def collect(batch, lane, x, index, n, u, place):
     write_i64(batch + _PLACE + 8 * lane, place)
 
 
-@njit(error_model="numpy")
+@jit
 def _iterate(batch, width):
     """Newton's method in all lanes; leaves the weights by candidate."""
     u = load(batch + _U)
@@ -97,7 +97,7 @@ def _iterate(batch, width):
         store(batch + _WEIGHTS + 64 * k, maximum(weight, splat(_ZERO)))
 
 
-@njit(error_model="numpy")
+@jit
 def solve_batch(batch, rows):
     """Solve the first ``rows`` lanes; the weights replace the candidates, row by row."""
     width = 0
@@ -118,13 +118,13 @@ def solve_batch(batch, rows):
         transpose_block(batch + _WEIGHTS + 1024 * half, 64, LANES - 1, batch + 64 * half, _ROW)
 
 
-@njit(error_model="numpy")
+@jit
 def row_of_lane(batch, lane):
     """The place given to `collect`."""
     return read_i64(batch + _PLACE + 8 * lane)
 
 
-@njit(error_model="numpy")
+@jit
 def keep_lane(batch, lane, target):
     """Write the support of a solved lane to ``target``; returns its size."""
     n = read_i64(batch + _SIZE + 8 * lane)

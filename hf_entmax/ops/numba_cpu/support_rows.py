@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.np.numpy_support import carray
 
 from .forward import copy_floats, zero_floats
+from .jit import jit
 from .simd import (
     LANES,
     atomic_increment,
@@ -29,7 +29,7 @@ from .simd import (
 _ZERO = np.float32(0.0)
 
 
-@njit(error_model="numpy")
+@jit
 def _count_row(r, row):
     """How many weights of a row are not zero."""
     size = np.int64(read_i32(r.row_size + 4 * row))
@@ -43,7 +43,7 @@ def _count_row(r, row):
     return total
 
 
-@njit(error_model="numpy")
+@jit
 def _write_sparsely(r, row):
     """Columns and weights of a row, from its place in the piece on."""
     size = np.int64(read_i32(r.row_size + 4 * row))
@@ -66,7 +66,7 @@ def _write_sparsely(r, row):
         k += 1
 
 
-@njit(error_model="numpy")
+@jit
 def _write_densely(r, row):
     """All weights of a row, zeros included."""
     size = np.int64(read_i32(r.row_size + 4 * row))
@@ -80,7 +80,7 @@ def _write_densely(r, row):
     copy_floats(source, line + 4 * np.int64(read_i32(r.row_start + 4 * row)), -1 - size)
 
 
-@njit(error_model="numpy")
+@jit
 def run_support_rows(record):
     """Write dense weights where the record has room for them, else sparse ones, else the size of every row."""
     r = carray(record, 1)[0]

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from .jit import jit, jit_inline
 from .simd import (
     LANES,
     compress,
@@ -59,12 +59,12 @@ _LONG = 64
 _EVEN = 0.3
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _pad(x, n):
     store(x + 4 * n, splat(PADDING))
 
 
-@njit(error_model="numpy")
+@jit
 def _newton_step(s, t, u):
     """The step in c from S and sum p**(1-u)."""
     e = math.log(s)
@@ -73,7 +73,7 @@ def _newton_step(s, t, u):
     return -s * math.expm1(-u * e) / (u * t)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _drop_zeros(x, index, n, lowest):
     """Keep the candidates above ``lowest``; returns how many there are."""
     kept = 0
@@ -88,7 +88,7 @@ def _drop_zeros(x, index, n, lowest):
     return kept
 
 
-@njit(error_model="numpy")
+@jit
 def _softmax(x, p, n):
     total = splat(_ZERO)
     for k in range(0, n, LANES):
@@ -101,7 +101,7 @@ def _softmax(x, p, n):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_linear(x, index, p, n):
     """Alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
     c = 0.0
@@ -125,7 +125,7 @@ def _solve_linear(x, index, p, n):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_square(x, index, p, n):
     """Alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
     half = splat(_f(0.5))
@@ -151,7 +151,7 @@ def _solve_square(x, index, p, n):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _rough_sums(x, n, u, c):
     """S and sum p**(1-u) at c, to about 2e-4."""
     slope, base = splat(_f(u)), splat(_f(1.0 - u * c))
@@ -167,7 +167,7 @@ def _rough_sums(x, n, u, c):
     return sum_lanes(total), sum_lanes(slopes)
 
 
-@njit(error_model="numpy")
+@jit
 def _accurate_sums(x, p, s, n, u, c):
     """Write p and p**(1-u) at c; returns their sums."""
     slope, base, inverse = splat(_f(u)), splat(_f(1.0 - u * c)), splat(_f(1.0 / u))
@@ -183,7 +183,7 @@ def _accurate_sums(x, p, s, n, u, c):
     return sum_lanes(total), sum_lanes(slopes)
 
 
-@njit(error_model="numpy")
+@jit
 def _start(x, n, u):
     """A first c from mean and variance of the candidates, and the variance's part in log S.
 
@@ -206,7 +206,7 @@ def _start(x, n, u):
     return max(c, 0.0), curvature
 
 
-@njit(error_model="numpy")
+@jit
 def _rough_start(x, index, n, u, c):
     """Steps from ``c`` until what is left is below the roughness of the sums; returns c and how many candidates are left."""
     for iteration in range(12):
@@ -221,7 +221,7 @@ def _rough_start(x, index, n, u, c):
     return c, n
 
 
-@njit(error_model="numpy")
+@jit
 def _moments_near_softmax(x, p, inverses, n, u, c):
     """Write p and 1/y at c, for small u; returns sum p y**-j for j = 0 to 3.
 
@@ -248,7 +248,7 @@ def _moments_near_softmax(x, p, inverses, n, u, c):
     return float(sum_lanes(s0)), float(sum_lanes(s1)), float(sum_lanes(s2)), float(sum_lanes(s3))
 
 
-@njit(error_model="numpy")
+@jit
 def expand_last_step(p, inverses, n, u, step):
     """Turn weights at c into those at c + step.
 
@@ -263,7 +263,7 @@ def expand_last_step(p, inverses, n, u, step):
         store(p + 4 * k, load(p + 4 * k) * factor)
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_near_softmax(x, p, inverses, n, u, c):
     """Accurate steps for small u, where p is a smooth function of c down to its zeros: the last one is expanded."""
     second, third = 0.5 * (1.0 - u), (1.0 - u) * (1.0 - 2.0 * u) / 6.0
@@ -280,7 +280,7 @@ def _solve_near_softmax(x, p, inverses, n, u, c):
         return
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_general(x, index, p, s, n, u):
     """Any alpha in (1, 2]: rough steps while c is far, then accurate ones."""
     c, curvature = 0.0, np.inf
@@ -306,7 +306,7 @@ def _solve_general(x, index, p, s, n, u):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def _solve_bracketed(x, p, n, u):
     """Alpha > 2, where S**u is not convex and weights near the threshold rise like a root: float64, Newton in a bracket."""
     low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
@@ -332,7 +332,7 @@ def _solve_bracketed(x, p, n, u):
         write_f32(p + 4 * k, _f(math.exp(math.log(y) / u)) if y > 0.0 else _ZERO)
 
 
-@njit(error_model="numpy")
+@jit
 def solve_row(x, index, p, s, n, u):
     """Weights of the ``n`` candidates of one row.
 
@@ -365,7 +365,7 @@ def solve_row(x, index, p, s, n, u):
     return n
 
 
-@njit(error_model="numpy")
+@jit
 def count_positive(p, n):
     """How many of ``n`` weights are above 0."""
     positive = 0
@@ -374,7 +374,7 @@ def count_positive(p, n):
     return positive
 
 
-@njit(error_model="numpy")
+@jit
 def keep_support(p, index, n, target):
     """Write the columns, then the weights, of the ``n`` entries with p > 0 to ``target``.
 

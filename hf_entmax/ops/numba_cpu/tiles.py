@@ -8,9 +8,10 @@ widest that fits is taken.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
 from . import vector_types
+from .jit import jit
 from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, intrinsic, load_vector, pointer, store_vector
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -112,7 +113,7 @@ _tile_4xn = _make_product_tile(TILE_ROWS, TILE_VECTORS)
 _tile_1xn = _make_product_tile(1, TILE_VECTORS)
 
 
-@njit(error_model="numpy")
+@jit
 def product(a, a_row, a_step, rows, b, b_step, vectors, c, c_row, depth, accumulate):
     """C[rows, 16 * vectors] (+)= A[rows, depth] @ B[depth, 16 * vectors].
 
@@ -175,7 +176,7 @@ def transpose_block(typingctx, source, source_row, last_row, target, target_row)
     return types.void(*[types.int64] * 5), codegen
 
 
-@njit(error_model="numpy")
+@jit
 def pack_panels(source, source_row, start, stop, depth_vectors, target):
     """Copy rows ``start`` to ``stop`` of ``source`` [T, D], transposed, into panels of ``PANEL`` columns.
 
@@ -328,7 +329,7 @@ _weighted_sum_wide, _weighted_sum_one = _make_weighted_sum(_CHUNK), _make_weight
 _scatter_wide, _scatter_one = _make_scatter(_CHUNK), _make_scatter(1)
 
 
-@njit(error_model="numpy")
+@jit
 def sum_rows(target, weight, index, n, base, row_bytes, vectors):
     """target[D] = sum over k < n of weight[k] * rows[index[k]], rows of D floats at ``base``."""
     v = 0
@@ -340,7 +341,7 @@ def sum_rows(target, weight, index, n, base, row_bytes, vectors):
         v += 1
 
 
-@njit(error_model="numpy")
+@jit
 def add_to_rows(source, weight, index, n, base, row_bytes, vectors):
     """rows[index[k]] += weight[k] * source[D] for k < n."""
     v = 0

@@ -7,8 +7,8 @@ the accurate functions and 2e-4 for the rough power, which only starts the thres
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import jit_inline
 from .simd import (
     binary_exponent,
     binary_mantissa,
@@ -33,7 +33,7 @@ _EXP_CEILING = _f(88.0)
 TINY = _f(1.1754944e-38)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def _exp_parts(x):
     n = round_nearest(x * splat(_LOG2E))
     f = muladd(n, splat(-_LN2_HIGH), x)
@@ -46,7 +46,7 @@ def _exp_parts(x):
     return n, muladd(p, f * f, f)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def exp(x):
     """The exponential, exactly 0 below EXP_FLOOR; x at most 88."""
     n, r = _exp_parts(maximum(x, splat(_f(-87.5))))
@@ -54,7 +54,7 @@ def exp(x):
     return select(greater(x, splat(EXP_FLOOR)), result, splat(_f(0.0)))
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def expm1(x):
     """The exponential minus 1 without cancellation near 0; saturates beyond x = 88."""
     x = select(greater(splat(_EXP_CEILING), x), x, splat(_EXP_CEILING))
@@ -63,7 +63,7 @@ def expm1(x):
     return muladd(power, r, power - splat(_f(1.0)))
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def remainder_ratio(x):
     """``(exp(x) - 1 - x) / x**2`` by its series, for abs(x) up to 0.5."""
     series = splat(_f(1 / 362880))
@@ -76,7 +76,7 @@ def remainder_ratio(x):
     return muladd(series, x, splat(_f(0.5)))
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def exp_remainder(x):
     """The exponential minus 1 minus x, accurate to a few units in the last place of the result; x at most 88."""
     square = x * x
@@ -84,7 +84,7 @@ def exp_remainder(x):
     return select(small, remainder_ratio(x) * square, expm1(x) - x)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def log(x):
     """Natural logarithm; x at least TINY."""
     e = binary_exponent(x)
@@ -102,7 +102,7 @@ def log(x):
     return muladd(e, splat(_LN2_HIGH), f + tail)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def rough_power(y, exponent):
     """``y ** exponent`` to about 2e-4 for y in [1e-6, 1] and exponent >= 1."""
     f = binary_mantissa(y) - splat(_f(1.0))
@@ -120,7 +120,7 @@ def rough_power(y, exponent):
     return scale_by_power_of_two(p, n)
 
 
-@njit(forceinline=True, error_model="numpy")
+@jit_inline
 def tanh(x):
     """Hyperbolic tangent, accurate near 0."""
     t = expm1(x + x)

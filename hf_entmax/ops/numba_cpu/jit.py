@@ -1,0 +1,17 @@
+"""How the functions of the kernels are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+# They are called from kernels alone, so Numba need not compile two more copies of each to be called from Python and C.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+#: A function that kernels call.
+jit: Any = njit(**_OPTIONS)
+#: A function that is to be compiled into each of its callers.
+jit_inline: Any = njit(forceinline=True, **_OPTIONS)
+#: A function with one caller, of which it becomes a part before anything is compiled.
+jit_part: Any = njit(inline="always", **_OPTIONS)
