@@ -519,57 +519,6 @@ child.join()
         assert float(error) < 1e-5
 
 
-def test_machine_code_that_cannot_be_kept(tmp_path, monkeypatch, caplog):
-    import ctypes
-
-    import numba
-    from numba.core.caching import CacheImpl
-
-    from hf_entmax.ops.numba_cpu import runtime
-
-    def answer(address):
-        address[0] = 42
-
-    signature = numba.types.void(numba.types.CPointer(numba.int64))
-    obstacle = tmp_path / "a file where the folder should be"
-    obstacle.write_text("")
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(obstacle))
-    # Without the folders beside the source and in the home directory, to which Numba would turn next.
-    given = [c for c in CacheImpl._locator_classes if c.__name__.lstrip("_").startswith("UserProvided")]
-    assert given
-    monkeypatch.setattr(CacheImpl, "_locator_classes", given)
-    kernel = runtime._compile(answer, signature)
-    assert "NUMBA_CACHE_DIR" in caplog.text
-    number = ctypes.c_int64(0)
-    kernel.call(ctypes.addressof(number))
-    assert number.value == 42
-
-
-@pytest.mark.parametrize("damage", ["index", "code"])
-def test_damaged_machine_code_is_compiled_again(damage, tmp_path, monkeypatch, caplog):
-    import ctypes
-
-    import numba
-
-    from hf_entmax.ops.numba_cpu import runtime
-
-    def answer(address):
-        address[0] = 43
-
-    signature = numba.types.void(numba.types.CPointer(numba.int64))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    runtime._compile(answer, signature)
-    files = list(tmp_path.rglob("*.nbi" if damage == "index" else "*.nbc"))
-    assert files
-    for file in files:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    kernel = runtime._compile(answer, signature)
-    assert "damaged" in caplog.text
-    number = ctypes.c_int64(0)
-    kernel.call(ctypes.addressof(number))
-    assert number.value == 43
-
-
 @pytest.mark.slow
 def test_offsets_beyond_two_to_the_31():
     """A mask of its own for every head has 2.7e9 entries; the pages nobody wrote cost no memory."""

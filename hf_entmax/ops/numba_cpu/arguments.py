@@ -22,6 +22,9 @@ _ADDRESSES = (
     "weights",  # float32 [B, H, T_q, T_k] contiguous, or 0
     "dweights",  # its gradient, or 0
     "alpha",  # float64 [H]
+    "solvers",  # int64 [H]: addresses of the solvers, see `kernels`
+    "solve_batch",  # its address; likewise solve_even_rows
+    "solve_even_rows",
     "dalpha",  # float64 [chunks, B, H]
     "key_limits",  # int32 [B, 2]: first real key and one past the last, or 0
     "row_address",  # int64 [B, H, T_q]: where the row's support is stored
@@ -59,6 +62,14 @@ _SIZES = (
     "slab_bytes",
     "keep",  # whether the support is kept for a backward pass
     "store_gradient",  # whether each row also has room for the gradient of its scores
+    "block_bytes",  # the most that a block can keep
+    # From here to scratch_bytes: how the scratch of a thread is divided, see `layout`.
+    "pack_at",
+    "limits_at",
+    "rows_at",
+    "row_bytes",
+    "scores_at",
+    "dropped_at",
     "scratch_bytes",
     "seed",
     "dropout_limit",  # a hash below this drops its weight
@@ -82,6 +93,9 @@ ROWS_RECORD = np.dtype(
             "score_step",  # its bytes per row
             "u",  # float64: alpha - 1 of each row
             "u_step",  # its bytes per row, 0 where all rows share one
+            "solvers",  # int64: address of the solver of each row, see `kernels`
+            "solver_step",  # like u_step
+            "solve_batch",
             "maximum",  # float32 [rows], like scale
             "scale",
             "shift",  # float64 [rows], like conjugate
@@ -94,6 +108,9 @@ ROWS_RECORD = np.dtype(
             "columns",
             "out",  # float32 [entries] or [rows, length]
             "scratch",
+            "row_bytes",  # from here to scratch_bytes: see `layout`
+            "tail_at",
+            "batch_at",
             "scratch_bytes",
             "counters",  # int64: next group, next thread
             "group",  # rows taken at a time

@@ -226,7 +226,7 @@ def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack
     """The gradients of a block stored densely, as matrix products; returns its d_alpha."""
     low = np.int64(read_i32(r.row_start + 4 * row))
     width = -1 - np.int64(read_i32(r.row_size + 4 * row))
-    stride = dense_row_bytes(r, width)
+    stride = dense_row_bytes(width, r.store_gradient)
     stored = read_i64(r.row_address + 8 * row)
     query = r.q + b * r.q_b + h * r.q_h + i * r.q_t
     dout = r.dout + b * r.dout_b + h * r.dout_h + i * r.dout_t
@@ -280,19 +280,13 @@ def _add_alpha(r, chunk, b, h, d_alpha):
         write_f64(place, read_f64(place) + d_alpha)
 
 
-@jit
 def run_backward(record):
     """Take items until none is left."""
     r = carray(record, 1)[0]
-    thread = atomic_increment(r.counters + 8)
-    v_pack = r.scratch + thread * r.scratch_bytes
-    q_pack = v_pack + 64 * r.value_vectors * r.padded_keys
-    row_bytes = 4 * (r.padded_keys + 2 * LANES)
-    g = q_pack + 64 * r.value_vectors * r.block_rows
-    w = g + row_bytes
-    logs = w + row_bytes
-    gradients = logs + row_bytes
-    dropped = gradients + 4 * r.block_rows * r.span + 64
+    v_pack = r.scratch + atomic_increment(r.counters + 8) * r.scratch_bytes
+    q_pack, g = v_pack + r.pack_at, v_pack + r.rows_at
+    w, logs = g + r.row_bytes, g + 2 * r.row_bytes
+    gradients, dropped = v_pack + r.scores_at, v_pack + r.dropped_at
     items = r.batch * r.kv_heads * r.chunks
     while True:
         item = atomic_increment(r.counters)
@@ -316,7 +310,7 @@ def run_backward(record):
             if rows > 0 and read_i32(r.row_size + 4 * row) < 0:
                 if not packed:
                     v = r.v + b * r.v_b + h_kv * r.v_h
-                    pack_panels(v, r.v_t, 0, r.keys, r.value_vectors, v_pack)
+                    pack_panels(v, r.v_t, np.int64(0), r.keys, r.value_vectors, v_pack)
                     packed = True
                 d_alpha = _dense_block(
                     r, b, h, h_kv, i, rows, row, dk, r.dk_t, dv, r.dv_t, v_pack, q_pack, w, logs, gradients, dropped
@@ -341,13 +335,12 @@ def _add_stored(r, row, target, stride):
         return
     width = -1 - n
     low = np.int64(read_i32(r.row_start + 4 * row))
-    address += dense_row_bytes(r, width) // 2
+    address += dense_row_bytes(width, r.store_gradient) // 2
     for k in range(width):
         place = target + stride * (low + k)
         write_f32(place, read_f32(place) + read_f32(address + 4 * k))
 
 
-@jit
 def run_bias_gradient(record):
     """Sum the stored score gradients over the dimensions a bias was broadcast over; one thread per row of the bias."""
     r = carray(record, 1)[0]

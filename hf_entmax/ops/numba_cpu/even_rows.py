@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import jit
-from .partition import ROW_LIMITS
+from .layout import GROUP_BYTES, GROUP_COUNT, GROUP_SHIFT, GROUP_STEP, GROUP_SUMS, ROW_LIMITS
 from .simd import (
     LANES,
     both,
@@ -36,14 +36,6 @@ _ZERO, _ONE = _f(0.0), _f(1.0)
 _MINUS_INFINITY = _f(-np.inf)
 # Relative scores below this are forbidden entries.
 _FORBIDDEN = _f(-1e30)
-# The scratch of a group: four sums by row and lane, then numbers by row. What rows that are not there leave in it is
-# computed with, but never looked at.
-_SUMS = 64 * LANES
-_COUNT = 4 * _SUMS
-_C = _COUNT + 64
-_STEP = _C + 64
-#: Bytes of that, without the rows of 1/y that follow.
-GROUP_BYTES = _STEP + 64
 
 
 @jit
@@ -59,22 +51,22 @@ def _sum_scores(s, columns, top, place):
         squares = muladd(value, value, squares)
         n += count(allowed)
     store(place, total)
-    store(place + _SUMS, squares)
+    store(place + GROUP_SUMS, squares)
     return n
 
 
 @jit
 def _start(group, u):
     """The first c of every row, as in `threshold._start`."""
-    n = load(group + _COUNT)
+    n = load(group + GROUP_COUNT)
     slope = splat(_f(u))
     mean = row_sums(group) / n
-    variance = maximum(row_sums(group + _SUMS) / n - mean * mean, splat(_ZERO))
+    variance = maximum(row_sums(group + GROUP_SUMS) / n - mean * mean, splat(_ZERO))
     shrunk = expm1(splat(_ZERO) - slope * log(n))
     share = splat(_ONE) + shrunk
     curvature = splat(_f(0.5 * (1.0 - u))) * variance / (share * share)
     second = select(greater(splat(_ONE), curvature), curvature * share, splat(_ZERO))
-    store(group + _C, maximum(mean - shrunk / slope + second, splat(_ZERO)))
+    store(group + GROUP_SHIFT, maximum(mean - shrunk / slope + second, splat(_ZERO)))
 
 
 @jit
@@ -100,16 +92,16 @@ def _moments(s, columns, top, c, u, p, inverses, place):
         s2 = s2 + weight
         s3 = muladd(weight, inverse, s3)
     store(place, s0)
-    store(place + _SUMS, s1)
-    store(place + 2 * _SUMS, s2)
-    store(place + 3 * _SUMS, s3)
+    store(place + GROUP_SUMS, s1)
+    store(place + 2 * GROUP_SUMS, s2)
+    store(place + 3 * GROUP_SUMS, s3)
 
 
 @jit
 def _steps(group, rows, u):
     """The Newton step of every row, refined where it is the last one; returns whether it is that for all rows."""
-    s0, s1 = row_sums(group), row_sums(group + _SUMS)
-    s2, s3 = row_sums(group + 2 * _SUMS), row_sums(group + 3 * _SUMS)
+    s0, s1 = row_sums(group), row_sums(group + GROUP_SUMS)
+    s2, s3 = row_sums(group + 2 * GROUP_SUMS), row_sums(group + 3 * GROUP_SUMS)
     slope = splat(_f(u))
     step = (splat(_ZERO) - expm1(splat(_ZERO) - slope * log(s0))) * s0 / (slope * s1)
     size = maximum(step, splat(_ZERO) - step) * s1
@@ -119,9 +111,9 @@ def _steps(group, rows, u):
         for _ in range(2):
             excess = s0 - splat(_ONE) - step * (s1 - step * (second - step * third))
             step = step + excess / (s1 - step * (second + second - splat(_f(3.0)) * step * third))
-    store(group + _STEP, step)
+    store(group + GROUP_STEP, step)
     if not last:
-        store(group + _C, load(group + _C) + step)
+        store(group + GROUP_SHIFT, load(group + GROUP_SHIFT) + step)
     return last
 
 
@@ -132,12 +124,11 @@ def _columns(limits, low, t):
     return low + (row_low - low) // LANES * LANES, read_i64(limits + ROW_LIMITS * t + 8)
 
 
-@jit
 def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
     """Weights of up to sixteen rows.
 
     Args:
-        limits: address of the rows' first column, one past the last, and maximum (`partition.ROW_LIMITS` bytes a row).
+        limits: address of the rows' first column, one past the last, and maximum (`layout.ROW_LIMITS` bytes a row).
         scores: address that column 0 of the first row would have; the next rows follow every ``span`` bytes. Columns that
             share a vector with a row's own are overwritten.
         span: see ``scores``.
@@ -160,18 +151,19 @@ def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_byt
         store(line + 4 * high, splat(_MINUS_INFINITY))
         top = read_f32(limits + ROW_LIMITS * t + 16)
         n = _sum_scores(line + 4 * begin, high - begin, top, group + 64 * t)
-        write_f32(group + _COUNT + 4 * t, _f(n))
+        write_f32(group + GROUP_COUNT + 4 * t, _f(n))
     _start(group, u)
     for _ in range(12):
         for t in range(rows):
             begin, high = _columns(limits, low, t)
-            top, c = read_f32(limits + ROW_LIMITS * t + 16), read_f32(group + _C + 4 * t)
+            top, c = read_f32(limits + ROW_LIMITS * t + 16), read_f32(group + GROUP_SHIFT + 4 * t)
             place, inverses = p + p_row * t + 4 * (begin - low), group + GROUP_BYTES + row_bytes * t
             _moments(scores + span * t + 4 * begin, high - begin, top, c, u, place, inverses, group + 64 * t)
         if _steps(group, rows, u):
             for t in range(rows):
                 begin, high = _columns(limits, low, t)
                 place, inverses = p + p_row * t + 4 * (begin - low), group + GROUP_BYTES + row_bytes * t
-                expand_last_step(place, inverses, high - begin, u, read_f32(group + _STEP + 4 * t))
-            return True
-    return False
+                step = float(read_f32(group + GROUP_STEP + 4 * t))
+                expand_last_step(place, inverses, high - begin, u, step)
+            return 1
+    return 0

@@ -7,11 +7,13 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
+from . import solvers
 from .arguments import DONE
+from .calls import call_batch, call_even_rows
 from .dropout import drop_dense, drop_sparse, dropout_key
-from .even_rows import solve_even_rows
 from .jit import jit
-from .partition import ROW_LIMITS, block_rows, dense_row_bytes, item_blocks
+from .layout import BATCH_WIDTH, ROW_LIMITS
+from .partition import block_rows, dense_row_bytes, item_blocks
 from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relative, row_limits, row_maximum
 from .simd import (
     LANES,
@@ -27,11 +29,12 @@ from .simd import (
     write_i32,
     write_i64,
 )
-from .small_rows import BATCH_BYTES, WIDTH, belongs, collect, keep_lane, row_of_lane, solve_batch
-from .threshold import SMALL_U, SOFTMAX_U, count_positive, keep_support, solve_row
+from .small_rows import belongs, collect, keep_lane, row_of_lane
+from .threshold import NO_COLUMNS, count_positive, keep_support, solve_row
 from .tiles import PANEL, TILE_VECTORS, dots_of_rows, pack_panels, product, sum_rows
 
 _f = np.float32
+solved_as_even_rows = jit(solvers.solved_as_even_rows)
 # Share of candidates from which a row may turn out dense.
 _NEARLY_ALL = 0.875
 
@@ -88,13 +91,31 @@ def column_range(r, b, h_kv, first, rows, limits):
 
 
 @jit
+def _pack_keys(r, b, h_kv, low, high, packed_low, packed_high, k_pack):
+    """Pack the keys of a block that are not packed yet; returns the range that is."""
+    source = r.k + b * r.k_b + h_kv * r.k_h
+    low = low // PANEL * PANEL
+    if packed_high > packed_low:
+        # Extend what is there: blocks move through the keys, so most panels are packed already.
+        low, high = min(low, packed_low), max(high, packed_high)
+        begin, end = packed_high // PANEL * PANEL, packed_low
+    else:
+        begin, end = low, low
+    if low < end:
+        pack_panels(source, r.k_t, low, end, r.depth_vectors, k_pack)
+    if high > packed_high or packed_high <= packed_low:
+        pack_panels(source, r.k_t, begin, high, r.depth_vectors, k_pack)
+    return low, high
+
+
+@jit
 def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
     """Scores of a block, column ``low // PANEL * PANEL`` first."""
+    q_row = 64 * r.depth_vectors
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
         source = r.q + b * r.q_b + h * r.q_h + i * r.q_t
-        copy_scaled(source, q_pack + 64 * r.depth_vectors * t, r.depth_vectors, _f(r.scaling))
-    q_row = 64 * r.depth_vectors
+        copy_scaled(source, q_pack + q_row * t, r.depth_vectors, _f(r.scaling))
     origin = low // PANEL * PANEL
     if r.direct != 0:
         k = r.k + b * r.k_b + h_kv * r.k_h
@@ -106,7 +127,7 @@ def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
     depth = LANES * r.depth_vectors
     for j in range(origin, high, PANEL):
         vectors = min(TILE_VECTORS, (high - j + LANES - 1) // LANES)
-        panel = k_pack + (j // PANEL) * PANEL * 4 * depth
+        panel = k_pack + j * q_row
         product(q_pack, q_row, 4, rows, panel, 4 * PANEL, vectors, scores + 4 * (j - origin), 4 * r.span, depth, 0)
 
 
@@ -160,31 +181,31 @@ def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
 
 
 @jit
-def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, row_bytes, target):
+def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, target):
     """Write the weights of a block, columns ``low`` to ``high``, to ``target``; returns how many are not zero.
 
     Returns -1 where the rows cannot be solved like this. The scores of the rows' own columns stay.
     """
     u = read_f64(r.alpha + 8 * h) - 1.0
-    p_row = dense_row_bytes(r, high - low)
+    p_row = dense_row_bytes(high - low, r.store_gradient)
+    even = solved_as_even_rows(u)
     total = 0
-    for t in range(0, rows, LANES):
-        group = min(LANES, rows - t)
-        if not SOFTMAX_U <= u < SMALL_U:
-            break
-        line, weights = scores + 4 * (r.span * t - origin), target + p_row * t
-        place = limits + ROW_LIMITS * t
-        scratch = buffers + 2 * row_bytes
-        if not solve_even_rows(place, line, 4 * r.span, group, low, u, weights, p_row, scratch, row_bytes):
-            return -1
+    if even:
+        for t in range(0, rows, LANES):
+            line, place = scores + 4 * (r.span * t - origin), limits + ROW_LIMITS * t
+            weights, group, scratch = target + p_row * t, min(LANES, rows - t), buffers + 2 * r.row_bytes
+            if not call_even_rows(
+                r.solve_even_rows, place, line, 4 * r.span, group, low, u, weights, p_row, scratch, r.row_bytes
+            ):
+                return -1
     for t in range(rows):
         row_low, row_high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
         line = target + p_row * t
         p, n = line + 4 * (row_low - low), row_high - row_low
-        if not SOFTMAX_U <= u < SMALL_U:
+        if not even:
             s = scores + 4 * (r.span * t - origin)
             relative(s, row_low, row_high, read_f32(limits + ROW_LIMITS * t + 16), buffers)
-            solve_row(buffers, 0, p, buffers + row_bytes, n, u)
+            solve_row(read_i64(r.solvers + 8 * h), buffers, NO_COLUMNS, p, buffers + r.row_bytes, n, u)
         total += count_positive(p, n)
         zero_floats(line, row_low - low)
         zero_floats(p + 4 * n, high - row_high)
@@ -192,10 +213,10 @@ def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, row_b
 
 
 @jit
-def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, row_bytes, position):
+def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, position):
     """Solve the rows of a block and keep their support; returns the address after it and the number of entries."""
-    x, index, p, other = buffers, buffers + row_bytes, buffers + 2 * row_bytes, buffers + 3 * row_bytes
-    batch = buffers + 4 * row_bytes
+    x, index, p, other = buffers, buffers + r.row_bytes, buffers + 2 * r.row_bytes, buffers + 3 * r.row_bytes
+    batch = buffers + 4 * r.row_bytes
     total, waiting = 0, 0
     for t in range(rows):
         h, _ = place_row(r, h_kv, first + t)
@@ -212,12 +233,13 @@ def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers
                 waiting += 1
                 n = -1
             else:
-                n = keep_support(p, index, solve_row(x, index, p, other, n, u), position)
+                n = solve_row(read_i64(r.solvers + 8 * h), x, index, p, other, n, u)
+                n = keep_support(p, index, n, position)
         if n >= 0:
             position = _note_row(r, first_row + t, position, n)
             total += n
         if waiting == LANES or (waiting > 0 and t == rows - 1):
-            solve_batch(batch, waiting)
+            call_batch(r.solve_batch, batch, waiting)
             for lane in range(waiting):
                 n = keep_lane(batch, lane, position)
                 position = _note_row(r, row_of_lane(batch, lane), position, n)
@@ -227,8 +249,8 @@ def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers
 
 
 @jit
-def _make_dense(r, rows, first_row, low, high, scores):
-    """Turn the sparse rows of a block into dense ones, in ``scores`` (column ``low`` first)."""
+def _make_dense(r, rows, first_row, low, high, scores, target):
+    """Turn the sparse rows of a block into dense ones at ``target``, by way of ``scores`` (column ``low`` first)."""
     width = high - low
     for t in range(rows):
         line = scores + 4 * r.span * t
@@ -238,12 +260,14 @@ def _make_dense(r, rows, first_row, low, high, scores):
         for k in range(n):
             column = np.int64(read_i32(address + 4 * k)) - low
             write_f32(line + 4 * column, read_f32(address + 4 * (n + k)))
+    for t in range(rows):
+        copy_floats(scores + 4 * r.span * t, target + dense_row_bytes(width, r.store_gradient) * t, width)
 
 
 @jit
 def _note_dense_rows(r, rows, first_row, low, width, target):
     """Remember that a block's rows lie densely at ``target``; returns the address after them."""
-    row_bytes = dense_row_bytes(r, width)
+    row_bytes = dense_row_bytes(width, r.store_gradient)
     for t in range(rows):
         write_i64(r.row_address + 8 * (first_row + t), target + row_bytes * t)
         write_i32(r.row_size + 4 * (first_row + t), np.int32(-1 - width))
@@ -255,7 +279,7 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
 def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
     """Dropout, output and returned weights of a dense block stored at ``stored``."""
     h, i = place_row(r, h_kv, first)
-    weights, row_bytes = stored, dense_row_bytes(r, high - low)
+    weights, row_bytes = stored, dense_row_bytes(high - low, r.store_gradient)
     if r.dropout_limit != 0:
         for t in range(rows):
             key, line = dropout_key(r.seed, first_row + t), stored + row_bytes * t
@@ -292,88 +316,24 @@ def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
                 write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
 
 
-@jit
-def _block(r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position, try_dense):
-    """One block of rows.
-
-    Returns:
-        The address after the support it kept, the range of K packed so far, and whether the block was dense.
-    """
-    first, rows = block_rows(r, block)
-    # The rows of the heads that share a key head follow each other in [B, H, T_q].
-    first_row = (b * r.kv_heads + h_kv) * r.groups * r.queries + first
-    q_pack = scratch
-    limits = q_pack + 64 * r.depth_vectors * r.block_rows
-    row_bytes = 4 * (r.padded_keys + 4 * LANES)
-    x = limits + ROW_LIMITS * r.block_rows
-    # Two rows and a group of even rows, or four rows and a batch of small ones.
-    scores = x + (LANES + 2) * row_bytes + BATCH_BYTES
-
-    low, high = column_range(r, b, h_kv, first, rows, limits)
-    if r.direct == 0 and high > low and not (packed_low <= low and high <= packed_high):
-        wanted_low, wanted_high = low // PANEL * PANEL, high
-        if packed_high > packed_low:
-            # Extend what is there: blocks move through the keys, so most panels are packed already.
-            wanted_low, wanted_high = min(wanted_low, packed_low), max(wanted_high, packed_high)
-        source = r.k + b * r.k_b + h_kv * r.k_h
-        if packed_high > packed_low:
-            if wanted_low < packed_low:
-                pack_panels(source, r.k_t, wanted_low, packed_low, r.depth_vectors, k_pack)
-            if wanted_high > packed_high:
-                start = packed_high // PANEL * PANEL
-                pack_panels(source, r.k_t, start, wanted_high, r.depth_vectors, k_pack)
-        else:
-            pack_panels(source, r.k_t, wanted_low, wanted_high, r.depth_vectors, k_pack)
-        packed_low, packed_high = wanted_low, wanted_high
-    _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores)
-
-    start = position
-    origin = low // PANEL * PANEL
-    _finish_scores(r, b, h_kv, first, rows, limits, scores, origin)
-    may_be_dense = r.stacked == 0 and r.softcap == 0.0 and high - low > WIDTH
-    enough = r.dense_above * rows * (high - low)
-    columns = scores + 4 * (low - origin)
-    dense = False
-    if may_be_dense and try_dense and _looks_dense(r, h_kv, first, rows, limits, scores, origin):
-        h, _ = place_row(r, h_kv, first)
-        dense = _solve_densely(r, h, rows, low, high, limits, scores, origin, x, row_bytes, start) > enough
-    if not dense:
-        position, total = _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, x, row_bytes, position)
-        dense = may_be_dense and total > enough
-        if dense:
-            _make_dense(r, rows, first_row, low, high, columns)
-            for t in range(rows):
-                copy_floats(columns + 4 * r.span * t, start + dense_row_bytes(r, high - low) * t, high - low)
-    if dense:
-        position = _note_dense_rows(r, rows, first_row, low, high - low, start)
-        _finish_dense(r, b, h_kv, first, rows, first_row, low, high, start, columns)
-    else:
-        _finish_sparse(r, b, h_kv, first, rows, first_row, x)
-    return position, packed_low, packed_high, dense
-
-
-@jit
 def run_forward(record):
     """Take items until none is left, or until this thread needs storage that is not there."""
     r = carray(record, 1)[0]
-    thread = atomic_increment(r.counters + 8)
-    k_pack = r.scratch + thread * r.scratch_bytes
-    scratch = k_pack if r.direct != 0 else k_pack + 64 * r.depth_vectors * r.padded_keys
-    # The most that a block can keep, and the slack of the last vector store.
-    block_bytes = r.block_rows * r.keys * (12 if r.store_gradient != 0 else 8) + 256
-    position, slab_end = 0, 0
-    items = r.batch * r.kv_heads * r.chunks
+    k_pack = r.scratch + atomic_increment(r.counters + 8) * r.scratch_bytes
+    q_pack, limits = k_pack + r.pack_at, k_pack + r.limits_at
+    buffers, scores = k_pack + r.rows_at, k_pack + r.scores_at
+    position, slab_end = np.int64(0), np.int64(0)
     while True:
         item = atomic_increment(r.counters)
-        if item >= items:
+        if item >= r.batch * r.kv_heads * r.chunks:
             return
         b, h_kv, start, stop = item_blocks(r, item)
         start = max(start, read_i64(r.progress + 8 * item))
-        packed_low, packed_high = 0, 0
+        packed_low, packed_high = np.int64(0), np.int64(0)
         # Rows of one head resemble each other: solving in place is tried where the block before was dense.
-        try_dense = True
+        dense = start >= 0
         for block in range(start, stop):
-            if slab_end - position < block_bytes:
+            if slab_end - position < r.block_bytes:
                 slab = atomic_increment(r.counters + 16)
                 if slab >= r.n_slabs:
                     write_i64(r.progress + 8 * item, block)
@@ -381,9 +341,32 @@ def run_forward(record):
                     return
                 position = read_i64(r.slabs + 8 * slab)
                 slab_end = position + r.slab_bytes
-            after, packed_low, packed_high, try_dense = _block(
-                r, b, h_kv, block, scratch, packed_low, packed_high, k_pack, position, try_dense
-            )
+            first, rows = block_rows(r, block)
+            # The rows of the heads that share a key head follow each other in [B, H, T_q].
+            first_row = (b * r.kv_heads + h_kv) * r.groups * r.queries + first
+            low, high = column_range(r, b, h_kv, first, rows, limits)
+            if r.direct == 0 and high > low and not (packed_low <= low and high <= packed_high):
+                packed_low, packed_high = _pack_keys(r, b, h_kv, low, high, packed_low, packed_high, k_pack)
+            _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores)
+            origin = low // PANEL * PANEL
+            _finish_scores(r, b, h_kv, first, rows, limits, scores, origin)
+            columns = scores + 4 * (low - origin)
+            may_be_dense = r.stacked == 0 and r.softcap == 0.0 and high - low > BATCH_WIDTH
+            enough = r.dense_above * rows * (high - low)
+            try_dense, dense, end = dense, False, position
+            if may_be_dense and try_dense and _looks_dense(r, h_kv, first, rows, limits, scores, origin):
+                h, _ = place_row(r, h_kv, first)
+                dense = _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, position) > enough
+            if not dense:
+                end, total = _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, position)
+                dense = may_be_dense and total > enough
+                if dense:
+                    _make_dense(r, rows, first_row, low, high, columns, position)
+            if dense:
+                end = _note_dense_rows(r, rows, first_row, low, high - low, position)
+                _finish_dense(r, b, h_kv, first, rows, first_row, low, high, position, columns)
+            else:
+                _finish_sparse(r, b, h_kv, first, rows, first_row, buffers)
             if r.keep != 0:
-                position = after
+                position = end
         write_i64(r.progress + 8 * item, DONE)

@@ -15,15 +15,11 @@ from torch import Tensor
 
 from hf_entmax.ops.sparse_rows import SparseRows
 
-from . import runtime
+from . import layout, runtime
 from .arguments import RECORD, structure
+from .solvers import attention_solvers
 
 _Record = structure(RECORD)
-_LANES = 16
-# What the forward kernel notes about each row of a block.
-_ROW_LIMITS = 24
-# Scratch for rows that are solved sixteen at a time.
-_BATCH_BYTES = 16 * 1024
 # Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
 _SCORES_BYTES = 256 * 1024
 _MAX_BLOCK_ROWS = 64
@@ -95,15 +91,15 @@ def _panel() -> int:
     return PANEL
 
 
-def vectors(size: int) -> int:
-    """How many vectors of sixteen floats hold ``size`` floats."""
-    return -(-size // _LANES)
+def storage(size: int) -> Tensor:
+    """Memory for the kernels, in bytes."""
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
     """float32 [B, heads, T, D] whose last dimension is contiguous and a multiple of sixteen; no copy where it is already."""
     tensor = tensor.float()
-    short = -tensor.shape[-1] % _LANES
+    short = -tensor.shape[-1] % layout.LANES
     if short:
         return torch.nn.functional.pad(tensor, (0, short))
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
@@ -192,7 +188,7 @@ class Call:
             r.key_limits = limits.ctypes.data
         r.batch, r.heads, r.queries, r.keys = self.shape
         r.kv_heads, r.groups = kv_heads, self.groups
-        r.depth_vectors, r.value_vectors = vectors(self.query.shape[-1]), vectors(self.value.shape[-1])
+        r.depth_vectors, r.value_vectors = layout.vectors(self.query.shape[-1]), layout.vectors(self.value.shape[-1])
         r.causal, r.window = int(options.is_causal), options.window
         r.softcap, r.scaling = options.softcap, options.scaling
         if options.dropout > 0:
@@ -210,7 +206,7 @@ class Call:
         if self.options.window and self.options.is_causal and not stacked:
             span = min(padded, (self.options.window + _MAX_BLOCK_ROWS) // panel * panel + 2 * panel)
         # A spare vector, because the last store of a row may run over its end.
-        span += _LANES
+        span += layout.LANES
         if block_rows is None:
             rows = min(_MAX_BLOCK_ROWS, max(4, _SCORES_BYTES // (4 * span) // 4 * 4))
             block_rows = min(rows, self.groups * queries if stacked else queries)
@@ -229,13 +225,16 @@ class Call:
         self.chunks, self.block_rows, self.items = chunks, block_rows, pairs * chunks
         self.span, self.padded = span, padded
 
-    def _launch(self, name: str, scratch_bytes: int, items: int) -> np.ndarray:
+    def _divide_scratch(self, division: dict[str, int]) -> None:
+        for name, value in division.items():
+            setattr(self.record, name, value)
+
+    def _launch(self, name: str, items: int) -> np.ndarray:
         r = self.record
         threads = max(1, min(self.threads, items))
-        scratch_bytes = -(-scratch_bytes // 64) * 64
-        scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+        scratch = storage(threads * r.scratch_bytes)
         counters = np.zeros(4, np.int64)
-        r.scratch, r.scratch_bytes = scratch.data_ptr(), scratch_bytes
+        r.scratch = scratch.data_ptr()
         r.counters = counters.ctypes.data
         runtime.launch(name, self.record, items, threads)
         return counters
@@ -251,6 +250,8 @@ class Call:
         row_address = torch.empty(rows, dtype=torch.int64)
         row_size, row_start = torch.empty((2, rows), dtype=torch.int32)
         progress = np.zeros(self.items, np.int64)
+        solve = attention_solvers((self.alpha - 1.0).tobytes(), keep)
+        r.solvers, r.solve_batch, r.solve_even_rows = solve.single.ctypes.data, solve.batch, solve.even_rows
         _set_rows(r, "out", out)
         r.weights = 0 if weights is None else weights.data_ptr()
         r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()
@@ -258,15 +259,13 @@ class Call:
         r.progress = progress.ctypes.data
         r.keep, r.store_gradient = int(keep), int(store_gradient)
 
-        depth, block_rows = 64 * int(r.depth_vectors), self.block_rows
-        scratch_bytes = depth * (self.padded + block_rows) + _ROW_LIMITS * block_rows
-        scratch_bytes += _BATCH_BYTES + 4 * (_LANES + 2) * (self.padded + 4 * _LANES) + 4 * block_rows * self.span + 256
-        if r.direct:
-            scratch_bytes -= depth * self.padded
-        entry = 12 if store_gradient else 8
-        block_bytes = block_rows * keys * entry + 256
+        block_rows = self.block_rows
+        self._divide_scratch(
+            layout.forward_scratch(r.depth_vectors, self.padded, block_rows, self.span, bool(r.direct))
+        )
+        r.block_bytes = block_bytes = layout.block_bytes(block_rows, keys, store_gradient)
         threads = max(1, min(self.threads, self.items))
-        most = rows * keys * entry
+        most = rows * keys * layout.entry_bytes(store_gradient)
         slabs: list[Tensor] = []
         if not keep:
             slab_bytes, count = block_bytes, threads
@@ -276,11 +275,10 @@ class Call:
             # A slab is left when less than the largest possible block fits, hence the usable part.
             count = -(-first // (slab_bytes - block_bytes)) + threads
         while True:
-            storage = torch.empty(count * slab_bytes, dtype=torch.uint8)
-            slabs.append(storage)
-            table = storage.data_ptr() + slab_bytes * np.arange(count, dtype=np.int64)
-            r.slabs, r.n_slabs, r.slab_bytes = table.ctypes.data, count, slab_bytes
-            counters = self._launch("forward", scratch_bytes, self.items)
+            slabs.append(storage(count * slab_bytes))
+            places = slabs[-1].data_ptr() + slab_bytes * np.arange(count, dtype=np.int64)
+            r.slabs, r.n_slabs, r.slab_bytes = places.ctypes.data, count, slab_bytes
+            counters = self._launch("forward", self.items)
             if not counters[3]:
                 break
             count *= 2
@@ -306,18 +304,18 @@ class Call:
         offsets = torch.zeros(support.row_size.shape[0] + 1, dtype=torch.int64)
         # Sizes go one place further on, so that their running sum is where each row begins.
         r.row_offsets, r.weights, r.columns = offsets[1:].data_ptr(), 0, 0
-        self._launch("support_rows", 64, batch * heads)
+        self._launch("support_rows", batch * heads)
         torch.cumsum(offsets, 0, out=offsets)
         count = int(offsets[-1])
         if count > _SPARSE_UP_TO * math.prod(self.shape):
             weights = torch.empty(self.shape)
             r.weights = weights.data_ptr()
-            self._launch("support_rows", 64, batch * heads)
+            self._launch("support_rows", batch * heads)
             return weights
         columns, values = torch.empty(count, dtype=torch.int32), torch.empty(count)
         r.row_offsets, r.columns, r.values = offsets.data_ptr(), columns.data_ptr(), values.data_ptr()
         if count:
-            self._launch("support_rows", 64, batch * heads)
+            self._launch("support_rows", batch * heads)
         return SparseRows(offsets, columns, values, self.shape)
 
     def backward(
@@ -350,11 +348,8 @@ class Call:
             dv = self._key_gradient("dv", self.value)
         dalpha = np.zeros((self.chunks, batch, heads))
         r.dalpha = dalpha.ctypes.data if want_alpha else 0
-        value_bytes = 64 * int(r.value_vectors)
-        scratch_bytes = 12 * (self.padded + 2 * _LANES) + 256
-        # Packed values and score gradients are only touched where a block was dense.
-        scratch_bytes += value_bytes * (self.padded + self.block_rows) + 8 * self.block_rows * self.span + 128
-        self._launch("backward", scratch_bytes, self.items)
+        self._divide_scratch(layout.backward_scratch(r.value_vectors, self.padded, self.block_rows, self.span))
+        self._launch("backward", self.items)
         if self.chunks > 1:
             dk = None if dk is None else dk.sum(0)
             dv = None if dv is None else dv.sum(0)
@@ -378,5 +373,5 @@ class Call:
         target = torch.empty(full)
         r.dbias = target.data_ptr()
         r.dbias_b, r.dbias_h, r.dbias_q, r.dbias_k = full
-        self._launch("bias_gradient", 64, full[0] * full[1] * full[2])
+        self._launch("bias_gradient", full[0] * full[1] * full[2])
         return target.reshape(shape)

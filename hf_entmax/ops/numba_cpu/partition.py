@@ -1,17 +1,11 @@
-"""How the rows of one (batch, key head) are cut into blocks, and what is noted about a row."""
+"""How the rows of one (batch, key head) are cut into blocks."""
 
 from __future__ import annotations
 
+from . import layout
 from .jit import jit
 
-#: Bytes noted for every row of a block: first column, one past the last, maximum.
-ROW_LIMITS = 24
-
-
-@jit
-def dense_row_bytes(r, width):
-    """Bytes of ``width`` dense weights in whole vectors, and of the gradient of their scores if that is stored."""
-    return (width + 15) // 16 * (128 if r.store_gradient != 0 else 64)
+dense_row_bytes = jit(layout.dense_row_bytes)
 
 
 @jit

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from hf_entmax.ops.solve import RowSolution
 
-from . import runtime
+from . import layout, runtime
 from .arguments import ROWS_RECORD, structure
+from .host import storage
+from .solvers import find_solvers
 
 _Record = structure(ROWS_RECORD)
-_LANES = 16
-# Scratch for rows that are solved sixteen at a time.
-_BATCH_BYTES = 16 * 1024
 # Rows that a thread takes at a time: enough to fill the lanes, few enough to share them out.
 _MOST_ROWS = 64
 _GROUPS_PER_THREAD = 4
@@ -50,14 +49,16 @@ class _Call:
         r.rows, r.length = self.rows, self.length
         r.group = max(1, min(_MOST_ROWS, self.rows // (_GROUPS_PER_THREAD * self.threads)))
 
-    def launch(self, name: str, scratch_bytes: int = 0) -> None:
+        for name, value in layout.rows_scratch(self.length).items():
+            setattr(r, name, value)
+
+    def launch(self, name: str) -> None:
         r = self.record
         groups = -(-self.rows // int(r.group))
         threads = max(1, min(self.threads, groups))
-        scratch_bytes = -(-scratch_bytes // 64) * 64
-        scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+        scratch = storage(threads * r.scratch_bytes)
         counters = np.zeros(2, np.int64)
-        r.scratch, r.scratch_bytes, r.counters = scratch.data_ptr(), scratch_bytes, counters.ctypes.data
+        r.scratch, r.counters = scratch.data_ptr(), counters.ctypes.data
         runtime.launch(name, self.record, groups, threads)
 
 
@@ -83,12 +84,14 @@ def solve_rows(
     maximum, scale = torch.empty((2, n, 1)).unbind(0)
     shift, conjugate = torch.empty((n, 1), dtype=torch.float64), torch.empty(n, dtype=torch.float64)
     counts = torch.zeros(n, dtype=torch.int64)
-    slot_bytes = -(-8 * length // 64) * 64 + 128
-    slots = torch.empty(n * slot_bytes, dtype=torch.uint8)
+    slot_bytes = layout.slot_bytes(length)
+    slots = storage(n * slot_bytes)
+    solve = find_solvers(call.u, "solve_rows", ("write_rows", "general", "batch", "recompute_rows"))
+    r.solvers, r.solver_step, r.solve_batch = solve.single.ctypes.data, int(r.u_step), solve.batch
     for name, tensor in (("maximum", maximum), ("shift", shift), ("scale", scale), ("conjugate", conjugate)):
         setattr(r, name, tensor.data_ptr())
     r.counts, r.slots, r.slot_bytes = counts.data_ptr(), slots.data_ptr(), slot_bytes
-    call.launch("solve_rows", 16 * (length + 4 * _LANES) + 64 + _BATCH_BYTES + 64)
+    call.launch("solve_rows")
     rows = columns = None
     if out is None and (total := int(counts.sum())) <= DENSE_ABOVE * n * length:
         rows, columns = torch.empty((2, total), dtype=torch.int64).unbind(0)
@@ -130,4 +133,4 @@ def recompute_rows(
     for name, tensor in zip(dtypes, numbers, strict=True):
         setattr(r, name, tensor.data_ptr())
     r.out = out.data_ptr()
-    call.launch("recompute_rows", 64)
+    call.launch("recompute_rows")

@@ -1,4 +1,4 @@
-"""Compiling the kernels once, keeping the machine code on disk, and running one on several threads.
+"""Running a kernel on several threads.
 
 The threads are those of the OpenMP runtime that PyTorch itself computes with: a second pool would compete with PyTorch's
 threads, which keep spinning for milliseconds after every parallel operation. Where that runtime cannot be reached, and
@@ -10,29 +10,15 @@ how many threads really come, and calls from several threads at once do not shar
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
 import os
-import pathlib
-import pickle
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
-
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Kernel(NamedTuple):
-    """A compiled kernel: a C function of the address of one argument record."""
-
-    address: int
-    call: Callable[[int], None]
+from .compiler import Kernel, kernel
 
 
 class _State:
@@ -46,7 +32,6 @@ class _State:
 
 
 _state = _State()
-_kernels: dict[str, Kernel] = {}
 
 
 def _after_fork() -> None:
@@ -57,54 +42,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _source_digest() -> int:
-    """A number that changes with any source file of this package.
-
-    Numba's cache watches the file of the compiled function alone, while a kernel is made of functions from several files.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return int.from_bytes(digest.digest()[:7], "big")
-
-
-def _compile(entry: Callable[[Any], None], signature: Any) -> Kernel:
-    import numba
-
-    cfunc: Any = numba.cfunc
-    options = {"error_model": "numpy"}
-    try:
-        compiled = cfunc(signature, cache=True, **options)(entry)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
-            raise
-        logger.warning(
-            "The machine code of the numba backend cannot be kept on disk or read from it (%s: %s), so every process "
-            "compiles it anew. Set NUMBA_CACHE_DIR to a writable directory, an empty one if the files are damaged.",
-            type(error).__name__,
-            error,
-        )
-        compiled = cfunc(signature, **options)(entry)
-    return Kernel(compiled.address, _CALLBACK(compiled.address))
-
-
-def kernel(name: str) -> Kernel:
-    """The kernel of a name in `entry.ENTRIES`, compiled or loaded from disk at the first call."""
-    known = _kernels.get(name)
-    if known is not None:
-        return known
-    with _state.lock:
-        if name not in _kernels:
-            import numba
-
-            from .entry import ENTRIES
-
-            record, entry = ENTRIES[name]
-            signature = numba.types.void(numba.types.CPointer(numba.from_dtype(record)))
-            _kernels[name] = _compile(entry(_source_digest()), signature)
-        return _kernels[name]
 
 
 def _openmp() -> Any:

@@ -80,7 +80,6 @@ def _write_densely(r, row):
     copy_floats(source, line + 4 * np.int64(read_i32(r.row_start + 4 * row)), -1 - size)
 
 
-@jit
 def run_support_rows(record):
     """Write dense weights where the record has room for them, else sparse ones, else the size of every row."""
     r = carray(record, 1)[0]

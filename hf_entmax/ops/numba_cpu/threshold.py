@@ -9,7 +9,18 @@ the positive part of something affine in c, hence convex in c, so Newton's metho
 started at ``c = 0``, where ``S >= 1``, climbs to the solution without ever passing it. It is exact after one step when all
 candidates are equal, and for every row as u -> 0 (softmax). Since c only grows, candidates that fall to zero are dropped for good.
 Long rows start where n equal candidates with the same mean (and, where it is small, the same variance) would end.
-For ``u > 1`` the function is not convex: those rows are solved in float64 with a bracket.
+For ``u > 1`` the function is not convex: see `steep`.
+
+The solvers of this file and of `steep` take the same arguments:
+
+    x: address of the candidates, relative to the row's maximum (so all <= 0, one of them 0), padded; overwritten.
+    index: address of their columns (int32), compacted along with ``x``; 0 if no candidate is to be dropped.
+    p: address of the weights to write.
+    s: address of as many floats of scratch.
+    n: number of candidates, at least 2. All four buffers have room for ``n + 16`` elements.
+    u: alpha - 1.
+
+They return how many weights there are now (some may be 0).
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ import math
 
 import numpy as np
 
+from .calls import call_solver
 from .jit import jit, jit_inline
 from .simd import (
     LANES,
@@ -30,13 +42,13 @@ from .simd import (
     load_index,
     maximum,
     muladd,
-    read_f32,
     select,
     splat,
     store,
     sum_lanes,
     write_f32,
 )
+from .solvers import SMALL_U
 from .vecmath import TINY, exp, log, rough_power
 
 _f = np.float32
@@ -46,10 +58,6 @@ PADDING = _f(-1e30)
 # Rough sums are off by a few 1e-4 of S; going back by this much keeps the accurate steps on the safe side.
 _ROUGH_MARGIN = 5e-4
 _ROUGH_FLOOR = _f(1e-6)
-# Below this u the argument 1 + u (x - c) is too close to 1 to hold the digits of u (x - c).
-SMALL_U = 0.25
-#: Below this u the mapping is softmax to float32.
-SOFTMAX_U = 1e-8
 #: For these u a weight whose argument y is below this is 0 in float32 next to the largest; its inverse stays harmless.
 LOWEST_Y = _f(1e-4)
 #: A last step that changes S by this share of it is expanded to third order: the fourth is below 4e-8.
@@ -57,6 +65,10 @@ EXPAND_BELOW = _f(0.03)
 # Rows of more candidates start from their mean and variance, and need no rough steps where these say nearly all.
 _LONG = 64
 _EVEN = 0.3
+
+
+#: In the place of ``index``: no candidate is to be dropped.
+NO_COLUMNS = np.int64(0)
 
 
 @jit_inline
@@ -88,8 +100,8 @@ def _drop_zeros(x, index, n, lowest):
     return kept
 
 
-@jit
-def _softmax(x, p, n):
+def solve_softmax(x, index, p, s, n, u):
+    """Alpha = 1."""
     total = splat(_ZERO)
     for k in range(0, n, LANES):
         value = exp(load(x + 4 * k))
@@ -101,8 +113,7 @@ def _softmax(x, p, n):
     return n
 
 
-@jit
-def _solve_linear(x, index, p, n):
+def solve_linear(x, index, p, s, n, u):
     """Alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
     c = 0.0
     for iteration in range(64):
@@ -125,8 +136,7 @@ def _solve_linear(x, index, p, n):
     return n
 
 
-@jit
-def _solve_square(x, index, p, n):
+def solve_square(x, index, p, s, n, u):
     """Alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
     half = splat(_f(0.5))
     c = 0.0
@@ -280,9 +290,8 @@ def _solve_near_softmax(x, p, inverses, n, u, c):
         return
 
 
-@jit
-def _solve_general(x, index, p, s, n, u):
-    """Any alpha in (1, 2]: rough steps while c is far, then accurate ones."""
+def solve_general(x, index, p, s, n, u):
+    """Any alpha in (1, 2): rough steps while c is far, then accurate ones."""
     c, curvature = 0.0, np.inf
     if n > _LONG:
         c, curvature = _start(x, n, u)
@@ -307,62 +316,13 @@ def _solve_general(x, index, p, s, n, u):
 
 
 @jit
-def _solve_bracketed(x, p, n, u):
-    """Alpha > 2, where S**u is not convex and weights near the threshold rise like a root: float64, Newton in a bracket."""
-    low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
-    c = 0.5 * (low + high)
-    for _ in range(200):
-        total, slopes = 0.0, 0.0
-        for k in range(n):
-            y = 1.0 + u * (float(read_f32(x + 4 * k)) - c)
-            if y > 0.0:
-                weight = math.exp(math.log(y) / u)
-                total += weight
-                slopes += weight / y
-        if total > 1.0:
-            low = c
-        else:
-            high = c
-        if abs(total - 1.0) <= 1e-12 or high - low <= 1e-16:
-            break
-        proposal = c + (total - 1.0) / slopes if slopes > 0.0 else low
-        c = proposal if low < proposal < high else 0.5 * (low + high)
-    for k in range(n):
-        y = 1.0 + u * (float(read_f32(x + 4 * k)) - c)
-        write_f32(p + 4 * k, _f(math.exp(math.log(y) / u)) if y > 0.0 else _ZERO)
-
-
-@jit
-def solve_row(x, index, p, s, n, u):
-    """Weights of the ``n`` candidates of one row.
-
-    Args:
-        x: address of the candidates, relative to the row's maximum (so all <= 0, one of them 0); overwritten.
-        index: address of their columns (int32), compacted along with ``x``; 0 if no candidate is to be dropped.
-        p: address of the weights to write.
-        s: address of as many floats of scratch.
-        n: number of candidates, at least 1.
-        u: alpha - 1, at least 0.
-
-    All four buffers have room for ``n + 16`` elements.
-
-    Returns:
-        How many weights there are now (some may be 0).
-    """
+def solve_row(solver, x, index, p, s, n, u):
+    """Weights of the ``n >= 1`` candidates of one row by the solver at an address; returns how many there are now."""
     if n == 1:
         write_f32(p, _ONE)
-        return 1
-    _pad(x, n)
-    if u < SOFTMAX_U:
-        return _softmax(x, p, n)
-    if u == 1.0:
-        return _solve_linear(x, index, p, n)
-    if u == 0.5:
-        return _solve_square(x, index, p, n)
-    if u < 1.0:
-        return _solve_general(x, index, p, s, n, u)
-    _solve_bracketed(x, p, n, u)
-    return n
+        return n
+    store(x + 4 * n, splat(PADDING))
+    return call_solver(solver, x, index, p, s, n, u)
 
 
 @jit

@@ -19,13 +19,14 @@ from numba.core import cgutils, registry
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import lower_builtin, models, register_model
 
+from .layout import LANES
+
 #: The decorator, untyped: a checker would see the compile-time function and its extra first argument.
 intrinsic: Any = extending.intrinsic
 
 _register_model: Any = register_model
 _infer_global: Any = infer_global
 
-LANES = 16
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()

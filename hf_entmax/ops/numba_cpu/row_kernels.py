@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
+from .calls import call_batch
 from .jit import jit, jit_inline
 from .scores import candidates, row_maximum
 from .simd import (
@@ -36,8 +37,9 @@ from .simd import (
     write_i32,
     write_i64,
 )
-from .small_rows import belongs, collect, keep_lane, row_of_lane, solve_batch
-from .threshold import LOWEST_Y, SMALL_U, SOFTMAX_U, keep_support, solve_row
+from .small_rows import belongs, collect, keep_lane, row_of_lane
+from .solvers import SMALL_U, SOFTMAX_U
+from .threshold import LOWEST_Y, keep_support, solve_row
 from .vecmath import TINY, exp, log
 
 _f = np.float32
@@ -160,10 +162,8 @@ def _u(r, row):
 @jit
 def _solve_item(r, first, last, scratch):
     """Solve the rows ``first`` to ``last``."""
-    room = 4 * (r.length + 4 * LANES)
-    x, index, p, other = scratch, scratch + room, scratch + 2 * room, scratch + 3 * room
-    tail = scratch + 4 * room
-    batch = tail + 64
+    x, index, p, other = scratch, scratch + r.row_bytes, scratch + 2 * r.row_bytes, scratch + 3 * r.row_bytes
+    tail, batch = scratch + r.tail_at, scratch + r.batch_at
     whole = r.length // LANES * LANES
     waiting = 0
     for row in range(first, last):
@@ -182,24 +182,23 @@ def _solve_item(r, first, last, scratch):
                 write_f32(r.maximum + 4 * row, top)
                 waiting += 1
             else:
-                n = solve_row(x, index, p, other, n, u)
-                total, expected = _sums(p, n, x, 0, 0, top)
+                n = solve_row(read_i64(r.solvers + r.solver_step * row), x, index, p, other, n, u)
+                total, expected = _sums(p, n, x, np.int64(0), np.int64(0), top)
                 weight, score = (_largest(p, n), 0.0) if u <= 1.0 else _smallest(p, x, n)
                 _note(r, row, keep_support(p, index, n, slot), u, top, weight, score, total, expected)
         if waiting == LANES or (waiting > 0 and row == last - 1):
-            solve_batch(batch, waiting)
+            call_batch(r.solve_batch, batch, waiting)
             for lane in range(waiting):
                 place = row_of_lane(batch, lane)
                 slot = r.slots + r.slot_bytes * place
                 n = keep_lane(batch, lane, slot)
                 top = read_f32(r.maximum + 4 * place)
-                total, expected = _sums(slot + 4 * n, n, 0, r.scores + r.score_step * place, slot, top)
+                total, expected = _sums(slot + 4 * n, n, np.int64(0), r.scores + r.score_step * place, slot, top)
                 weight = _largest(slot + 4 * n, n)
                 _note(r, place, n, _u(r, place), top, weight, 0.0, total, expected)
             waiting = 0
 
 
-@jit
 def run_solve(record):
     """Take groups of rows until none is left."""
     r = carray(record, 1)[0]
@@ -233,7 +232,6 @@ def _write_densely(line, length, slot, n, scale):
         write_f32(line + 4 * np.int64(read_i32(slot + 4 * k)), read_f32(slot + 4 * (n + k)) * scale)
 
 
-@jit
 def run_write(record):
     """Write what the slots hold: as (row, column, weight) where there are offsets, else as dense rows."""
     r = carray(record, 1)[0]
@@ -280,7 +278,6 @@ def _weights_far(s, length, top, u, c, scale, line):
         write_f32(line + 4 * j, _f(math.exp(math.log(y) / u)) * scale if y > 0.0 else _ZERO)
 
 
-@jit
 def run_recompute(record):
     """Dense weights of rows that were solved before, times the scale of each row."""
     r = carray(record, 1)[0]

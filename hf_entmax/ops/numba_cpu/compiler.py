@@ -1,0 +1,273 @@
+"""Compiling the kernels once per user and machine, two at a time, and keeping their machine code on disk.
+
+Numba compiles one function at a time in a process, so a second process compiles what else will be needed into the same
+cache. It runs this file alone, without PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import pathlib
+import pickle
+import platform
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from hf_entmax._version import __version__
+
+logger = logging.getLogger(__name__)
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# Imports this file without what the packages around it import.
+_HELPER = """
+import sys, types
+for name, path in zip(sys.argv[1:4], sys.argv[4:7]):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+import importlib
+importlib.import_module(sys.argv[3] + ".compiler").compile_and_say(sys.argv[7:])
+"""
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel: a C function of the address of one argument record."""
+
+    address: int
+    call: Callable[[int], None]
+
+
+class _Helper:
+    """A process that compiles kernels into the cache, in the order given."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        import numba
+
+        here = pathlib.Path(__file__).parent
+        package = __package__ or ""
+        packages = [package.rsplit(".", 2)[0], package.rsplit(".", 1)[0], package]
+        paths = [str(here.parents[1]), str(here.parent), str(here)]
+        environment = dict(os.environ)
+        if numba.config.CACHE_DIR:
+            environment["NUMBA_CACHE_DIR"] = str(numba.config.CACHE_DIR)
+        self.remaining = list(names)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HELPER, *packages, *paths, *names],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def wait_for(self, name: str) -> None:
+        """Wait until a kernel is in the cache, or the process has ended."""
+        while name in self.remaining:
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            done = line.strip()
+            if done in self.remaining:
+                self.remaining.remove(done)
+            if not line or not self.remaining:
+                self.remaining.clear()
+                self._process.wait()
+
+
+class _State:
+    """What a forked child must not share with its parent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.helper: _Helper | None = None
+
+
+_state = _State()
+_kernels: dict[str, Kernel] = {}
+_said = False
+
+
+def _after_fork() -> None:
+    global _state
+    _state = _State()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@lru_cache(maxsize=1)
+def _digest() -> str:
+    """Changes with anything that the machine code depends on.
+
+    Numba's cache watches the file of the compiled function alone, while a kernel is made of functions from several files.
+    """
+    import llvmlite
+    import numba
+
+    from .vector_types import target_features
+
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    versions = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag, platform.machine(), sys.platform)
+    digest.update(repr((*versions, target_features())).encode())
+    return digest.hexdigest()[:12]
+
+
+def _user_cache() -> pathlib.Path:
+    """Where programs of this user keep what can be made again."""
+    home = pathlib.Path.home()
+    if sys.platform == "win32":
+        return pathlib.Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches"
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+
+
+def cache_folder() -> pathlib.Path | None:
+    """The folder of these kernels: in NUMBA_CACHE_DIR if that is set, else one for all environments of this user.
+
+    Returns:
+        None where it cannot be written to; Numba then looks for a place by itself.
+    """
+    import numba
+
+    try:
+        base = pathlib.Path(numba.config.CACHE_DIR or _user_cache() / "hf_entmax")
+        folder = base / f"kernels-{__version__}-numba{numba.__version__}-{_digest()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Numba keeps machine code beside the file of a function, and holds it for outdated when that file's date changes.
+        anchor = folder / "kernels.py"
+        if not anchor.exists():
+            mine = folder / f"kernels.{os.getpid()}.tmp"
+            mine.write_text('"""Stands for the source of the kernels that are cached here."""\n', encoding="utf-8")
+            os.utime(mine, (1, 1))
+            os.replace(mine, anchor)
+        return folder if os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _placed(function: Callable[..., Any], folder: pathlib.Path | None) -> Callable[..., Any]:
+    """The same function as if it stood in the cache folder, under a name that changes with what it depends on."""
+    code = function.__code__
+    if folder is not None:
+        code = code.replace(co_filename=str(folder / "kernels.py"))
+    placed = types.FunctionType(code, function.__globals__, f"{function.__name__}_{_digest()}")
+    placed.__qualname__ = placed.__name__
+    return placed
+
+
+def _compile(function: Callable[..., Any], signature: Any) -> Kernel:
+    """Load a C function from the cache, or compile and keep it."""
+    import numba
+
+    cfunc: Any = numba.cfunc
+    options = {"error_model": "numpy"}
+    try:
+        compiled = cfunc(signature, cache=True, **options)(function)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
+            raise
+        logger.warning(
+            "The machine code of the numba backend cannot be kept on disk or read from it (%s: %s), so every process "
+            "compiles it anew. Set NUMBA_CACHE_DIR to a writable directory, an empty one if the files are damaged.",
+            type(error).__name__,
+            error,
+        )
+        compiled = cfunc(signature, **options)(function)
+    return Kernel(compiled.address, _CALLBACK(compiled.address))
+
+
+def _known(name: str, folder: pathlib.Path | None) -> bool:
+    return folder is not None and (folder / f"{name}.done").exists()
+
+
+def _say_once(folder: pathlib.Path | None) -> None:
+    global _said
+    if not _said:
+        place = "" if folder is None else f" and kept in {folder}"
+        logger.warning("Compiling the CPU kernels of hf_entmax: about ten seconds, once for this machine%s.", place)
+    _said = True
+
+
+def kernel(name: str) -> Kernel:
+    """The kernel of a name in `kernels.KERNELS`, compiled or loaded from disk at the first call."""
+    known = _kernels.get(name)
+    if known is not None:
+        return known
+    with _state.lock:
+        if name not in _kernels:
+            from .kernels import KERNELS
+
+            folder = cache_folder()
+            if not _known(name, folder):
+                _say_once(folder)
+            if _state.helper is not None:
+                _state.helper.wait_for(name)
+            signature, function = KERNELS[name]
+            compiled = _compile(_placed(function, folder), signature)
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    (folder / f"{name}.done").touch()
+            _kernels[name] = compiled
+        return _kernels[name]
+
+
+def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
+    """Have a second process compile what is not in the cache, except the first of ``now``, which the caller compiles.
+
+    Args:
+        now: what is going to be called, the largest first.
+        soon: what is going to be needed later.
+    """
+    if all(name in _kernels for name in now):
+        return
+    with _state.lock:
+        folder = cache_folder()
+        missing = [n for n in dict.fromkeys((*now, *soon)) if n not in _kernels and not _known(n, folder)]
+        busy = _state.helper is not None and _state.helper.remaining
+        if folder is None or len(missing) < 2 or busy or not _can_start_helper():
+            return
+        _say_once(folder)
+        with contextlib.suppress(OSError):
+            _state.helper = _Helper([name for name in missing if name != now[0]])
+
+
+def _can_start_helper() -> bool:
+    """Whether there is a second core that is not another training process's, and this is an ordinary interpreter."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ordinary = "python" in pathlib.Path(sys.executable or "").name.lower() and not getattr(sys, "frozen", False)
+    return ordinary and cores > 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+
+
+def compile_and_say(names: Iterable[str]) -> None:
+    """Compile kernels one after the other and print the name of each that is ready: what the second process does."""
+    logger.setLevel(logging.ERROR)
+    for name in names:
+        kernel(name)
+        with contextlib.suppress(OSError):
+            print(name, flush=True)
+
+
+def compile_all(report: Callable[[str], None]) -> None:
+    """Compile every kernel that is not in the cache.
+
+    Args:
+        report: called with the name of each kernel when it is ready.
+    """
+    from .kernels import KERNELS
+
+    names = list(KERNELS)
+    prepare(names)
+    for name in names:
+        kernel(name)
+        report(name)
