@@ -13,7 +13,7 @@ _GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
 from hf_entmax.ops import numba_cpu
-from hf_entmax.ops.candidates import solve_rows
+from hf_entmax.ops.numba_cpu.row_host import solve_rows
 from hf_entmax.ops.numba_cpu import host, row_host
 from hf_entmax.ops.options import AttentionOptions
 
