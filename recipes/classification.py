@@ -38,38 +38,30 @@ from transformers import (
 
 from common.batches import Batches, evenly
 from common.finish import check_finish, finish
+from common.from_scratch import ShapeSettings
 from common.heads import head_statistics
 from common.pretrained import check_length
+from common.results import END, columns
 from common.run import Run
-from common.settings import RunSettings, option, parse
+from common.settings import option, parse
 from common.training import Training, make_sparse
-from hf_entmax.analysis.reading.tables import read_rows
+from hf_entmax.analysis.reading.tables import read_splits
 from hf_entmax.ops import entmax
 
 Texts = list[tuple[str, str]]
 
-FIELDS = (
-    *(
-        "attention",
-        "output_alpha",
-        "mapping_options",
-        "seed",
-        "data",
-        "classes",
-        "accuracy",
-        "macro_f1",
-        "dev_accuracy",
-    ),
-    *("unseen_accuracy", "seen", "test_texts", "possible_labels", "certain", "certain_accuracy"),
-    *("density_encoder_self", "support_encoder_self", "js_encoder_self"),
-    *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+FIELDS = columns(
+    "attention output_alpha mapping_options seed data classes accuracy macro_f1 dev_accuracy",
+    "unseen_accuracy seen test_texts possible_labels certain certain_accuracy",
+    "density_encoder_self support_encoder_self js_encoder_self",
+    END,
 )
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 
 @dataclasses.dataclass
-class Settings(RunSettings):
-    """What this recipe can be told beside what all can."""
+class Settings(ShapeSettings):
+    """Settings of this recipe, beside those that all share."""
 
     train: str = option("", "labelled texts to train on")
     dev: str = option("", "texts that choose the best epoch")
@@ -79,10 +71,6 @@ class Settings(RunSettings):
     split_column: str = option("", "column that says train, dev or test, where one table holds all; default: none")
     model: str = option("", "pretrained encoder, Hub id or folder; default: train a BERT from scratch")
     vocabulary: int = option(0, "from scratch: size of the WordPiece vocabulary; 0 reads single characters")
-    width: int = option(128, "from scratch: of the model")
-    layers: int = option(2, "from scratch: of the encoder")
-    heads: int = option(4, "from scratch: per layer")
-    dropout: float = option(0.1, "from scratch: everywhere but on attention weights")
     max_tokens: int = option(128, "longer texts are cut")
     dev_texts: int = option(0, "texts of dev that choose the best epoch; 0 for all")
 
@@ -90,26 +78,18 @@ class Settings(RunSettings):
         super().__post_init__()
         for name in ("train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
-        self.require("max_tokens", self.max_tokens >= 3, "at least 3")
-        for name in ("vocabulary", "dev_texts"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("width", "layers", "heads"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
-        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
-
-
-# --- 1. Data -----------------------------------------------------------------------------------------------------------
+        self.require_at_least(3, "max_tokens")
+        self.require_at_least(0, "vocabulary", "dev_texts")
 
 
 def read_texts(settings: Settings) -> tuple[Texts, Texts, Texts]:
     """Texts and labels of train, dev and test; a table that holds all of them is read once."""
     columns = [settings.text, settings.label, *([settings.split_column] if settings.split_column else [])]
-    tables = {where: read_rows(where, columns) for where in {settings.train, settings.dev, settings.test}}
+    tables = read_splits({split: getattr(settings, split) for split in ("train", "dev", "test")}, columns)
 
     def rows_of(split: str) -> Texts:
         where = getattr(settings, split)
-        rows = [(row[0], row[1]) for row in tables[where] if len(row) == 2 or row[2] == split]
+        rows = [(row[0], row[1]) for row in tables[split] if len(row) == 2 or row[2] == split]
         if not rows:
             raise ValueError(f"{where}: no row has {split!r} in its column {settings.split_column}.")
         return rows
@@ -121,18 +101,12 @@ def check_labels(train: Texts, **others: Texts) -> list[str]:
     """The classes, sorted.
 
     Raises:
-        ValueError: if there is only one, a label of another split is not among them, or a header was read as a text.
+        ValueError: if there is only one, or a label of another split is not among them.
     """
     classes = sorted({label for _, label in train})
     if len(classes) < 2:
         raise ValueError(f"all training texts have the label {classes[0]!r}: there is nothing to learn.")
     for split, texts in others.items():
-        once = [sum(label == texts[0][1] for _, label in part) == 1 for part in (train, texts)]
-        if texts[0] == train[0] and all(once) and len(train) > 20:
-            raise ValueError(
-                f"train and {split} both begin with {' / '.join(texts[0])}, a label that does not come again: it looks like a "
-                "header. Name its columns with --text and --label."
-            )
         if unknown := sorted({label for _, label in texts} - set(classes)):
             raise ValueError(f"{split} has labels that training does not have: {', '.join(unknown)}.")
     return classes
@@ -173,9 +147,6 @@ def encode(texts: Texts, tokenizer: Any, classes: list[str], longest: int) -> li
     return [{"input_ids": i, "labels": number[label]} for i, (_, label) in zip(ids, texts, strict=True)]
 
 
-# --- 2. Model ----------------------------------------------------------------------------------------------------------
-
-
 def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
     """A pretrained encoder with a new head, or a small BERT from scratch."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
@@ -202,9 +173,6 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
         **names,
     )
     return BertForSequenceClassification(config)
-
-
-# --- 3. Measures -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -258,9 +226,6 @@ def scores(found: list[tuple[int, int, int]], classes: int, seen: list[bool]) ->
     }
 
 
-# --- 4. One run --------------------------------------------------------------------------------------------------------
-
-
 def main(settings: Settings) -> None:
     train, dev, test = read_texts(settings)
     classes = check_labels(train, dev=dev, test=test)
@@ -284,14 +249,8 @@ def main(settings: Settings) -> None:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     )
     collator = DataCollatorWithPadding(tokenizer)
-    batches = Batches(
-        examples,
-        lambda part: dict(collator(part)),
-        lambda example: len(example["input_ids"]),
-        run.accelerator,
-        settings.batch_size,
-        settings.gradient_accumulation,
-        settings.seed,
+    batches = Batches.for_training(
+        run, examples, lambda part: dict(collator(part)), lambda example: len(example["input_ids"])
     )
 
     def evaluate(current: Any) -> dict[str, float]:
@@ -312,9 +271,8 @@ def main(settings: Settings) -> None:
         "mapping_options": settings.mapping_options,
         "dev_accuracy": round(training.progress.best, 2),
         **scores(answers, len(classes), [text in known for text, _ in test]),
-        **{name: value for name, value in head_statistics(best, some).items() if name in FIELDS},
+        **head_statistics(best, some, FIELDS),
     }
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     data = Path(settings.train).name.split(".")[0]
     finish(run, FIELDS, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])
 

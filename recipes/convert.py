@@ -19,7 +19,8 @@ of training, and is then held (``--attention 1.5``) or let go (``--attention lea
 with the distances to the frozen softmax model and the density pressure as `hf_entmax.training.distillation` and
 `hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. Each
 evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
-training, and on the way. The model kept is the last one: a conversion that stopped early would not be one.
+training, and on the way. What an encoder-decoder made of the test set before and after is kept in
+``hypotheses.before.txt`` and ``hypotheses.after.txt``. The model kept is the last one: a conversion that stopped early would not be one.
 """
 
 from __future__ import annotations
@@ -41,36 +42,41 @@ from transformers import (
 )
 
 import hf_entmax
-import language_modeling as lm
-import translation as mt
 from common.batches import Batches
 from common.blocks import check_sizes, collate, prepare, read_splits
-from common.conversion import Conversion, inner
+from common.conversion import Conversion, base_model
 from common.curves import STAGES, curve, shared_curve, write_curve
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.perplexity import text_measures
 from common.pretrained import check_causal, check_length
+from common.results import END, columns
 from common.run import Run, check_model
+from common.seq2seq import bleu_and_chrf, encode_pairs, translate
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
-from hf_entmax.analysis.reading.tables import read_pairs
+from hf_entmax.analysis.reading import tables
 from hf_entmax.training import AlphaSchedule, DensityTarget
 
-SITES = ("encoder_self", "cross", "decoder_self")
-QUALITY = ("bleu", "chrf", "perplexity", "epsilon_perplexity")
-HEADS = ("density", *(f"{what}_{site}" for site in SITES for what in ("density", "support", "js")))
-FIELDS = (
-    *("attention", "output_alpha", "seed", "model", "data", "schedule", "over", "distill_logits", "distill_attention"),
-    *("density_target", "lora_rank", "lost", *QUALITY, *(f"{name}_before" for name in QUALITY), *HEADS),
-    *("steps", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+QUALITY = "bleu chrf perplexity epsilon_perplexity"
+HEADS = (
+    "density density_encoder_self support_encoder_self js_encoder_self density_cross support_cross js_cross "
+    "density_decoder_self support_decoder_self js_decoder_self"
 )
-CURVE = ("command", "stage", "step", *QUALITY, "alpha_mean", "alpha_min", "alpha_max", "pressure", *HEADS)
+FIELDS = columns(
+    "attention output_alpha seed model data schedule over distill_logits distill_attention density_target lora_rank lost",
+    QUALITY,
+    "bleu_before chrf_before perplexity_before epsilon_perplexity_before",
+    HEADS,
+    END.replace("best_step ", ""),  # the last model is the one that is kept
+)
+CURVE = columns("command stage step", QUALITY, "alpha_mean alpha_min alpha_max pressure", HEADS)
 
 
 @dataclasses.dataclass
 class Settings(RunSettings):
-    """What this recipe can be told beside what all can."""
+    """Settings of this recipe, beside those that all share."""
 
     model: str = option("", "the softmax model: a folder or Hub id, causal or encoder-decoder")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
@@ -111,18 +117,11 @@ class Settings(RunSettings):
         self.require("schedule", self.schedule in ("anneal", "abrupt"), "anneal or abrupt")
         self.require("attention_loss", self.attention_loss in ("kl", "mse"), "kl or mse")
         self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
-        for name in (
-            "task_weight",
-            "distill_logits",
-            "distill_attention",
-            "lora_rank",
-            "evaluate_every",
-            "dev_sentences",
-        ):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require_at_least(0, "task_weight", "distill_logits", "distill_attention", "lora_rank", "evaluate_every")
+        self.require_at_least(0, "dev_sentences")
         check_sizes(self)
-        self.require("max_tokens", self.max_tokens >= 2, "at least 2")
-        self.require("beams", self.beams >= 1, "at least 1")
+        self.require_at_least(2, "max_tokens")
+        self.require_at_least(1, "beams")
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
         self.require("task_weight", weighted, "above 0 where nothing is distilled")
         for name in ("temperature", "tau"):
@@ -162,9 +161,6 @@ class Settings(RunSettings):
         return AlphaSchedule(self.start, end, self.over, self.shape)
 
 
-# --- 1. Tasks ----------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Task:
     """What differs between the two kinds of models: examples to train on, and measures of dev and test."""
@@ -176,7 +172,7 @@ class Task:
     shift: bool
     probe: list[dict[str, Any]]
     dev: Callable[[Any], dict[str, float]]
-    test: Callable[[Any], dict[str, float]]
+    test: Callable[[Any, str], dict[str, float]]
 
 
 def read_data(settings: Settings, encoder_decoder: bool) -> Any:
@@ -185,7 +181,8 @@ def read_data(settings: Settings, encoder_decoder: bool) -> Any:
         return read_splits(settings)
     for name in ("train", "dev", "test"):
         settings.require(name, bool(getattr(settings, name)), f"given for an encoder-decoder such as {settings.model}")
-    pairs = {s: read_pairs(getattr(settings, s), settings.source, settings.target) for s in ("train", "dev", "test")}
+    wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
+    pairs = tables.read_splits(wheres, (settings.source, settings.target), tables.read_pairs)
     pairs["dev"] = pairs["dev"][: settings.dev_sentences or None]
     return {split: rows[: 64 if split == "train" else 8] for split, rows in pairs.items()} if settings.smoke else pairs
 
@@ -196,7 +193,7 @@ def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any,
     whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
 
     def measure(model: Any, split: str) -> dict[str, float]:
-        found = lm.text_measures(model, blocks[split], words[split], run)
+        found = text_measures(model, blocks[split], words[split], run)
         return {name: found[name] for name in ("perplexity", "epsilon_perplexity")}
 
     return Task(
@@ -207,17 +204,23 @@ def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any,
         True,
         [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
         lambda model: measure(model, "dev"),
-        lambda model: measure(model, "test"),
+        lambda model, name: measure(model, "test"),
     )
 
 
 def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: Run, model: Any) -> Task:
     """Sentence pairs and BLEU."""
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
-    examples = {split: mt.encode(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
+    examples = {split: encode_pairs(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
     for split in ("train", "dev"):
         settings.require("max_tokens", bool(examples[split]), f"larger: every {split} pair is longer")
-    translate = lambda m, split, beams: mt.translate(m, pairs[split], tokenizer, run, settings.max_tokens, beams)  # noqa: E731
+
+    def measure(model: Any, split: str, beams: int, name: str = "") -> dict[str, float]:
+        hypotheses = translate(model, pairs[split], tokenizer, run, settings.max_tokens, beams)
+        if name:
+            run.write(f"hypotheses.{name}.txt", hypotheses)
+        return bleu_and_chrf(hypotheses, pairs[split])
+
     return Task(
         examples["train"],
         lambda rows: dict(collator(rows)),
@@ -225,12 +228,9 @@ def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: R
         count_labels,
         False,
         [dict(collator(examples["dev"][start : start + 32])) for start in range(0, min(len(examples["dev"]), 256), 32)],
-        lambda m: translate(m, "dev", 1),
-        lambda m: translate(m, "test", settings.beams),
+        lambda model: measure(model, "dev", 1),
+        lambda model, name: measure(model, "test", settings.beams, name),
     )
-
-
-# --- 2. Student --------------------------------------------------------------------------------------------------------
 
 
 def student_config(settings: Settings) -> EntmaxConfig | None:
@@ -253,9 +253,6 @@ def add_adapters(model: Any, rank: int) -> Any:
     return get_peft_model(
         model, LoraConfig(task_type=kind, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
     )
-
-
-# --- 3. One run --------------------------------------------------------------------------------------------------------
 
 
 def measure(model: Any, task: Task) -> dict[str, float]:
@@ -332,10 +329,7 @@ def main(settings: Settings) -> None:
         task = pairs_task(settings, data, tokenizer, run, teacher)
     else:
         task = causal_task(settings, data, tokenizer, run)
-    steps = settings.gradient_accumulation
-    batches = Batches(
-        task.examples, task.collate, task.length, run.accelerator, settings.batch_size, steps, settings.seed
-    )
+    batches = Batches.for_training(run, task.examples, task.collate, task.length)
     schedule = settings.alpha_schedule() if settings.annealed else None
     conversion = Conversion(run, model, teacher, schedule, shift=not encoder_decoder)
 
@@ -346,7 +340,7 @@ def main(settings: Settings) -> None:
         # The score rises with every evaluation: the last model is the one that is kept.
         return {
             "score": float(progress.step),
-            **measure(inner(run.accelerator.unwrap_model(current)), task),
+            **measure(base_model(run.accelerator.unwrap_model(current)), task),
             **pressure,
         }
 
@@ -373,17 +367,16 @@ def main(settings: Settings) -> None:
                 run.log(0, **{f"dev_{name}": value for name, value in found.items()}, stage=stage)
     training.fit()
     student = load_student(settings, run.folder / "model", auto).to(run.accelerator.device).eval()
-    before, after = task.test(teacher), task.test(inner(student))
+    before, after = task.test(teacher, "before"), task.test(base_model(student), "after")
     measures: dict[str, Any] = {name: value for name, value in training.summary().items() if name != "best_step"}
     measures |= {f"{name}_before": round(value, 4) for name, value in before.items()}
     measures |= {name: round(value, 4) for name, value in after.items()}
     measures |= {name: value for name in FIELDS if (value := getattr(settings, name, None)) is not None}
-    measures |= {"lost": round(lost(before, after), 4), **head_statistics(inner(student), task.probe)}
+    measures |= {"lost": round(lost(before, after), 4), **head_statistics(base_model(student), task.probe)}
     measures |= {
         "data": settings.train if encoder_decoder else settings.data,
         "model": model_name(settings.model),
     }
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
     write_curve(run, CURVE)
     finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])

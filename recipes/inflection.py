@@ -18,52 +18,41 @@ languages. The test set is searched with a beam that keeps account of what it dr
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from accelerate.utils import set_seed
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from accelerate.utils import gather_object, set_seed
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers import DataCollatorForSeq2Seq as Collator
 
 from common.batches import Batches
 from common.finish import check_finish, finish, name_of
+from common.from_scratch import ShapeSettings, build_seq2seq, seq2seq_tokenizer
 from common.heads import head_statistics
 from common.outputs import output_support
+from common.results import END, columns
 from common.run import Run, check_model
-from common.settings import RunSettings, option, parse
-from common.training import Training, kind_of, make_sparse
-from hf_entmax.analysis.reading.tables import find, read_lists
+from common.settings import option, parse
+from common.training import Training, attention_and_output, make_sparse
+from hf_entmax.analysis.reading.tables import languages_of, read_lists
 from hf_entmax.generation import beam_search
 
-FIELDS = (
-    *("attention", "output_alpha", "seed", "data", "languages", "ensemble", "accuracy", "accuracy_per_language"),
-    *(
-        "dev_accuracy",
-        "optimal",
-        "exhaustive",
-        "single",
-        "test_words",
-        "output_support",
-    ),
-    *(f"{what}_{site}" for site in ("encoder_self", "cross", "decoder_self") for what in ("density", "support", "js")),
-    *("steps", "best_step"),
-    *("train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+FIELDS = columns(
+    "attention output_alpha seed data languages ensemble accuracy accuracy_per_language dev_accuracy",
+    "optimal exhaustive single test_words output_support",
+    "density_encoder_self support_encoder_self js_encoder_self density_cross support_cross js_cross",
+    "density_decoder_self support_decoder_self js_decoder_self",
+    END,
 )
 
 
 @dataclasses.dataclass
-class Settings(RunSettings):
-    """What this recipe can be told beside what all can."""
+class Settings(ShapeSettings):
+    """Settings of this recipe, beside those that all share."""
 
     data: str = option("morph/typology12/{language}/{split}.tsv.gz", "where the data are")
     train_split: str = option("train-medium", "what {split} is for training")
@@ -71,21 +60,14 @@ class Settings(RunSettings):
     dev_words: int = option(100, "words per language that choose the best epoch (greedy); 0 for all")
     test_words: int = option(0, "words per language to test on; 0 for all")
     beams: int = option(5, "beam width of the test")
-    width: int = option(128, "of the model")
-    layers: int = option(2, "of encoder and of decoder")
-    heads: int = option(4, "per layer")
     dropout: float = option(0.2, "everywhere but on attention weights")
     ensemble: list[str] = option([], "folders of finished models: test their averaged probabilities, train nothing")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("data", bool(self.data), "given: a file, or hub:OWNER/NAME@SPLIT")
-        for name in ("beams", "width", "layers", "heads"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("dev_words", "test_words"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
-        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        self.require_at_least(1, "beams")
+        self.require_at_least(0, "dev_words", "test_words")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +83,6 @@ class Word:
     def source(self) -> str:
         """What the encoder reads."""
         return f"<{self.language}>" + "".join(f"<{tag}>" for tag in self.tags) + self.lemma
-
-
-# --- 1. Data -----------------------------------------------------------------------------------------------------------
 
 
 def read_words(settings: Settings, split: str) -> list[Word]:
@@ -136,12 +115,6 @@ def read_fields(where: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(j.join(texts) for j, texts in zip(joined, row, strict=True)) for row in read_lists(where, columns)]
 
 
-def languages_of(where: str) -> list[str]:
-    """The folders that stand where ``{language}`` does."""
-    parent = find(where.split("{language}")[0] or ".")
-    return sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
-
-
 def first_of_each(words: list[Word], count: int) -> list[Word]:
     """At most ``count`` words per language; 0 keeps all."""
     taken: dict[str, int] = defaultdict(int)
@@ -161,15 +134,7 @@ def build_tokenizer(words: list[Word]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=special,
-        clean_up_tokenization_spaces=False,
-    )
+    return seq2seq_tokenizer(tokenizer, special)
 
 
 def encode(words: list[Word], tokenizer: Any) -> list[dict[str, list[int]]]:
@@ -179,33 +144,10 @@ def encode(words: list[Word], tokenizer: Any) -> list[dict[str, list[int]]]:
     return [{"input_ids": s, "labels": t} for s, t in zip(sources, targets, strict=True)]
 
 
-# --- 2. Model ----------------------------------------------------------------------------------------------------------
-
-
-def build_model(settings: Settings, tokenizer: Any, longest: int) -> BartForConditionalGeneration:
-    """A small BART from scratch, patched as the settings say."""
-    config = BartConfig(
-        vocab_size=len(tokenizer),
-        d_model=settings.width,
-        encoder_layers=settings.layers,
-        decoder_layers=settings.layers,
-        encoder_attention_heads=settings.heads,
-        decoder_attention_heads=settings.heads,
-        encoder_ffn_dim=4 * settings.width,
-        decoder_ffn_dim=4 * settings.width,
-        max_position_embeddings=longest + 16,
-        dropout=settings.dropout,
-        scale_embedding=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        decoder_start_token_id=1,
-        forced_eos_token_id=None,
-    )
-    model = BartForConditionalGeneration(config)
-    model.generation_config.max_length = None
-    model.generation_config.max_new_tokens = longest
-    return make_sparse(model, settings)
+def build_model(settings: Settings, tokenizer: Any, longest: int) -> Any:
+    """A small BART from scratch, patched as the settings say; an answer starts with the token that ends it."""
+    more = {"decoder_start_token_id": 1, "max_position_embeddings": longest + 16}
+    return make_sparse(build_seq2seq(settings, len(tokenizer), longest, **more), settings)
 
 
 def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
@@ -221,30 +163,13 @@ def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
                 f"ensemble: {folder} does not have the symbols of {folders[0]}; average models that were trained on the same data."
             )
     members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders]
-    kinds = [kind_of(member) for member in members]
+    kinds = [attention_and_output(member) for member in members]
     return tokenizers[0], members, {key: "+".join(dict.fromkeys(str(kind[key]) for kind in kinds)) for key in kinds[0]}
-
-
-# --- 3. Measures -------------------------------------------------------------------------------------------------------
 
 
 def accuracy_per_language(right: dict[str, list[bool]]) -> dict[str, float]:
     """Share of words that are wholly right, %."""
     return {language: 100 * sum(flags) / len(flags) for language, flags in sorted(right.items())}
-
-
-def mean(values: Any) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def gather(run: Run, rows: list[Any]) -> list[Any]:
-    """What all processes found, on all of them."""
-    if run.accelerator.num_processes == 1:
-        return rows
-    lists: list[list[Any]] = [[] for _ in range(run.accelerator.num_processes)]
-    torch.distributed.all_gather_object(lists, rows)
-    return [row for part in lists for row in part]
 
 
 def questions(words: list[Word], tokenizer: Any, run: Run, size: int = 200) -> Batches:
@@ -265,9 +190,9 @@ def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> 
         answers = tokenizer.batch_decode(plain.generate(**batch, num_beams=1), skip_special_tokens=True)
         rows += [(word.language, answer == word.form) for word, answer in zip(part, answers, strict=True)]
     right = defaultdict(list)
-    for language, flag in gather(run, rows):
+    for language, flag in gather_object(rows):
         right[language].append(flag)
-    return {"score": mean(accuracy_per_language(right).values())}
+    return {"score": statistics.fmean(accuracy_per_language(right).values())}
 
 
 def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
@@ -279,7 +204,7 @@ def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) ->
     ]
     measures = {"output_support": output_support(members, batches)}
     if len(members) == 1:  # the heads of an ensemble have nothing to do with one another
-        measures |= {name: value for name, value in head_statistics(members[0], batches).items() if name in FIELDS}
+        measures |= head_statistics(members[0], batches, FIELDS)
     return measures
 
 
@@ -294,7 +219,7 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run,
             answer = "" if result.best is None else tokenizer.decode(result.best, skip_special_tokens=True)
             known = len(result) if result.exhaustive else 0
             rows.append((word.language, answer == word.form, result.optimal, result.exhaustive, known, word, answer))
-    rows = gather(run, rows)
+    rows = gather_object(rows)
     answers = sorted((word.language, word.lemma, word.form, ";".join(word.tags), answer) for *_, word, answer in rows)
     run.write("answers.tsv", map("\t".join, answers))
     right = defaultdict(list)
@@ -302,16 +227,13 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run,
         right[language].append(flag)
     each = accuracy_per_language(right)
     return {
-        "accuracy": round(mean(each.values()), 2),
+        "accuracy": round(statistics.fmean(each.values()), 2),
         "accuracy_per_language": " ".join(f"{language}={value:.1f}" for language, value in each.items()),
-        "optimal": round(100 * mean(row[2] for row in rows), 2),
-        "exhaustive": round(100 * mean(row[3] for row in rows), 2),
-        "single": round(100 * mean(row[4] == 1 for row in rows), 2),
+        "optimal": round(100 * statistics.fmean(row[2] for row in rows), 2),
+        "exhaustive": round(100 * statistics.fmean(row[3] for row in rows), 2),
+        "single": round(100 * statistics.fmean(row[4] == 1 for row in rows), 2),
         "test_words": len(rows),
     }
-
-
-# --- 4. One run --------------------------------------------------------------------------------------------------------
 
 
 def main(settings: Settings) -> None:
@@ -335,15 +257,8 @@ def main(settings: Settings) -> None:
         longest = max(longest, *(len(ids) for ids in tokenizer([word.source for word in dev + test])["input_ids"]))
         model = build_model(settings, tokenizer, longest)
         run.say(f"{len(train)} training words, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-        batches = Batches(
-            examples,
-            Collator(tokenizer, model=model),
-            lambda example: len(example["input_ids"]) + len(example["labels"]),
-            run.accelerator,
-            settings.batch_size,
-            settings.gradient_accumulation,
-            settings.seed,
-        )
+        collate = Collator(tokenizer, model=model)
+        batches = Batches.for_training(run, examples, collate, lambda row: len(row["input_ids"]) + len(row["labels"]))
         training = Training(run, model, tokenizer, batches, lambda m: greedy_accuracy(m, dev, tokenizer, run))
         training.fit()
         measures |= training.summary() | {"dev_accuracy": round(training.progress.best, 2)}
@@ -356,7 +271,6 @@ def main(settings: Settings) -> None:
         "languages": len({word.language for word in test}),
         "ensemble": len(settings.ensemble) or "",
     }
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     finish(run, FIELDS, measures, task="text2text-generation", data=name_of(settings.data), main_measures=["accuracy"])
 
 

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,41 +39,25 @@ from common.batches import Batches, evenly
 from common.blocks import Block, check_sizes, collate, prepare, read_splits
 from common.finish import check_finish, finish
 from common.heads import head_statistics
+from common.perplexity import text_measures
 from common.pretrained import check_causal, check_length
+from common.results import END, columns
 from common.run import Run, write_atomically
 from common.settings import RunSettings, option, parse
 from common.training import Training, count_shifted_labels, make_sparse
-from hf_entmax.generation import SamplingMetrics
-from hf_entmax.ops import entmax
 
-FIELDS = (
-    *("attention", "output_alpha", "mapping_options", "seed", "data", "architecture", "perplexity", "word_perplexity"),
-    *(
-        "epsilon_perplexity",
-        "word_epsilon_perplexity",
-        "sparsemax_score",
-        "jensen_shannon",
-        "support_size",
-        "ruled_out",
-    ),
-    *("dev_epsilon_perplexity", "test_tokens", "test_words", "density", "density_decoder_self", "support_decoder_self"),
-    *(
-        "js_decoder_self",
-        "distinct_1",
-        "distinct_2",
-        "distinct_4",
-        "rep_16",
-        "rep_128",
-        "human_distinct_2",
-        "human_rep_16",
-    ),
-    *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+FIELDS = columns(
+    "attention output_alpha mapping_options seed data architecture perplexity word_perplexity epsilon_perplexity",
+    "word_epsilon_perplexity sparsemax_score jensen_shannon support_size ruled_out dev_epsilon_perplexity test_tokens",
+    "test_words density density_decoder_self support_decoder_self js_decoder_self",
+    "distinct_1 distinct_2 distinct_4 rep_16 rep_128 human_distinct_2 human_rep_16",
+    END,
 )
 
 
 @dataclasses.dataclass
 class Settings(RunSettings):
-    """What this recipe can be told beside what all can."""
+    """Settings of this recipe, beside those that all share."""
 
     data: str = option(
         "lm/wikitext-2/{split}.txt.gz", "where the text is; {split} stands for train, dev_split and test"
@@ -106,7 +88,7 @@ class Settings(RunSettings):
             elif getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
         check_sizes(self)
-        self.require("samples", self.samples >= 0, "at least 0")
+        self.require_at_least(0, "samples")
         self.require(
             "prompt", 1 <= self.prompt < self.block or not self.samples, f"between 1 and block - 1 = {self.block - 1}"
         )
@@ -114,16 +96,12 @@ class Settings(RunSettings):
             return
         self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")
         self.require("vocabulary", self.vocabulary >= 300, "at least 300 (256 of them are the bytes)")
-        for name in ("width", "layers", "heads"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require_at_least(1, "width", "layers", "heads")
         self.require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
         self.require("dropout", self.architecture == "gpt2" or not self.dropout, "0 or left out: llama has no dropout")
         self.require("dropout", 0 <= (self.dropout or 0) < 1, "at least 0 and below 1")
         even = self.architecture == "gpt2" or self.width // self.heads % 2 == 0
         self.require("heads", even, f"such that each gets an even share of width={self.width}: llama turns pairs")
-
-
-# --- 1. Tokenizer -------------------------------------------------------------------------------------------------------
 
 
 def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
@@ -142,9 +120,6 @@ def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
     )
-
-
-# --- 2. Model ----------------------------------------------------------------------------------------------------------
 
 
 def build_model(settings: Settings, vocabulary: int) -> Any:
@@ -177,72 +152,6 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
             pad_token_id=0,
         )
     return AutoModelForCausalLM.from_config(config)
-
-
-# --- 3. Measures -------------------------------------------------------------------------------------------------------
-
-
-def text_measures(model: Any, blocks: list[Block], words: int | None, run: Run, size: int = 16) -> dict[str, float]:
-    """How well a model predicts a text.
-
-    ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
-    tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`). The two
-    per word are also infinite where a float cannot hold them, for text with few blanks.
-
-    Args:
-        model: perhaps prepared for the processes.
-        blocks: of the text.
-        words: of the text, as `encode` counts them; None or 0 leaves out the measures per word.
-        run: its processes share the work.
-        size: blocks in a batch.
-    """
-    plain = run.accelerator.unwrap_model(model)
-    metrics = SamplingMetrics.for_model(plain)
-    # tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out
-    sums = torch.zeros(7, dtype=torch.float64)
-    for batch in Batches(blocks, collate, lambda block: len(block["input_ids"]), run.accelerator, size).in_order():
-        with torch.no_grad(), run.accelerator.autocast():
-            logits = plain(input_ids=batch["input_ids"], use_cache=False).logits.float()
-        labels = batch["labels"][:, 1:].flatten()
-        kept = labels != -100
-        labels, logits_kept = labels[kept], logits[:, :-1].flatten(0, 1)[kept]
-        nats = negative_log(logits_kept, labels, metrics.alpha)
-        rows = metrics.preprocess_logits_for_metrics(logits, batch["labels"])
-        measured = rows[:, :-1].flatten(0, 1)[kept].double().sum(0).cpu()
-        sums[0] += len(labels)
-        sums[1] += nats.double().sum().cpu()
-        sums[2:6] += measured * torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-        sums[6] += int(nats.isinf().sum())
-    tokens, nats_sum, epsilon_sum, *others = run.accelerator.reduce(sums.to(run.accelerator.device), "sum").tolist()
-    per_word = {}
-    if words:
-        per_word = {"word_perplexity": _exp(nats_sum / words), "word_epsilon_perplexity": _exp(epsilon_sum / words)}
-    return {
-        "perplexity": _exp(nats_sum / tokens),
-        "epsilon_perplexity": _exp(epsilon_sum / tokens),
-        **per_word,
-        "sparsemax_score": others[0] / tokens,
-        "jensen_shannon": others[1] / tokens,
-        "support_size": others[2] / tokens,
-        "ruled_out": others[3] / tokens,
-        "tokens": tokens,
-        **({"words": words} if words else {}),
-    }
-
-
-def _exp(nats: float) -> float:
-    """Infinite, not an error, where a float cannot hold it."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
-
-
-def negative_log(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    """``-log p(label)`` ``[n]`` under entmax of logits ``[n, V]``; infinite where the probability is 0."""
-    if alpha == 1.0:
-        return F.cross_entropy(logits, labels, reduction="none")
-    return -entmax(logits, alpha).gather(1, labels[:, None]).squeeze(1).log()
 
 
 def repetition(rows: list[list[int]], context: int) -> dict[str, float]:
@@ -310,23 +219,6 @@ def attention_measures(model: Any, blocks: list[Block], settings: Any, count: in
     return head_statistics(model, [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids])
 
 
-# --- 4. One run --------------------------------------------------------------------------------------------------------
-
-
-def training_batches(blocks: list[Block], run: Run) -> Batches:
-    settings = run.settings
-    steps = settings.gradient_accumulation
-    return Batches(
-        blocks,
-        collate,
-        lambda block: len(block["input_ids"]),
-        run.accelerator,
-        settings.batch_size,
-        steps,
-        settings.seed,
-    )
-
-
 def main(settings: Settings) -> None:
     lines = read_splits(settings)
     check_finish(settings, FIELDS)
@@ -350,9 +242,8 @@ def main(settings: Settings) -> None:
         measures = text_measures(current, blocks["dev"], words["dev"], run)
         return {"score": -measures["epsilon_perplexity"], **measures}
 
-    training = Training(
-        run, model, tokenizer, training_batches(blocks["train"], run), evaluate, count=count_shifted_labels
-    )
+    batches = Batches.for_training(run, blocks["train"], collate, lambda block: len(block["input_ids"]))
+    training = Training(run, model, tokenizer, batches, evaluate, count=count_shifted_labels)
     training.fit()
     best = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
     best = best.to(run.accelerator.device).eval()
@@ -371,7 +262,6 @@ def main(settings: Settings) -> None:
     if settings.samples:
         repeats = sample(best, blocks["test"], tokenizer, run)
         measures |= {name: round(value, 4) for name, value in repeats.items() if name in FIELDS}
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     finish(
         run,
         FIELDS,

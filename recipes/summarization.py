@@ -22,55 +22,40 @@ import dataclasses
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from rouge_score.rouge_scorer import RougeScorer
-from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-import translation
 from common.batches import Batches
 from common.finish import check_finish, finish, name_of
+from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics
 from common.pretrained import check_length
+from common.results import END, columns
 from common.run import Run
-from common.settings import RunSettings, option, parse
+from common.seq2seq import generate
+from common.settings import option, parse
 from common.training import Training, make_sparse
-from hf_entmax.analysis.reading.tables import read_lists
+from hf_entmax.analysis.reading.tables import read_lists, read_splits
 
 KINDS = ("rouge1", "rouge2", "rougeL")
-FIELDS = (
-    *("attention", "output_alpha", "mapping_options", "seed", "data", *KINDS, *(f"first_{kind}" for kind in KINDS)),
-    *(*(f"lead_{kind}" for kind in KINDS), "dev_rouge", "test_texts", "words", "cut"),
-    *(
-        "density_encoder_self",
-        "density_cross",
-        "density_decoder_self",
-        "js_encoder_self",
-        "js_cross",
-        "js_decoder_self",
-    ),
-    *("support_encoder_self", "support_cross", "support_decoder_self"),
-    *("steps", "best_step", "train_seconds", "tokens_per_second", "processes", "command", "hardware", "versions"),
+FIELDS = columns(
+    "attention output_alpha mapping_options seed data rouge1 rouge2 rougeL first_rouge1 first_rouge2 first_rougeL",
+    "lead_rouge1 lead_rouge2 lead_rougeL dev_rouge test_texts words cut",
+    "density_encoder_self density_cross density_decoder_self js_encoder_self js_cross js_decoder_self",
+    "support_encoder_self support_cross support_decoder_self",
+    END,
 )
 
 
 @dataclasses.dataclass
-class Settings(RunSettings):
-    """What this recipe can be told beside what all can."""
+class Settings(Seq2SeqSettings):
+    """Settings of this recipe, beside those that all share."""
 
-    train: str = option("", "texts with summaries to train on")
-    dev: str = option("", "texts that choose the best epoch")
     test: str = option("", "texts to test on")
     source: str = option("source", "column of the text")
     target: str = option("target", "column of its summaries")
-    model: str = option("", "pretrained encoder-decoder, Hub id or folder; default: train one from scratch")
     prefix: str = option("", "what a pretrained model wants before every text, e.g. 'summarize: ' for T5")
-    architecture: str = option("bart", "from scratch: bart, marian or t5")
-    vocabulary: int = option(4000, "from scratch: size of the BPE")
-    width: int = option(128, "from scratch: of the model")
-    layers: int = option(2, "from scratch: of encoder and of decoder")
-    heads: int = option(4, "from scratch: per layer")
-    dropout: float = option(0.1, "from scratch: everywhere but on attention weights")
     max_tokens: int = option(384, "longer texts are cut after so many tokens, and counted")
     max_summary: int = option(64, "longest summary in tokens; texts with a longer one are left out of training")
     dev_texts: int = option(100, "texts of dev that are summarised greedily after each epoch; 0 for all")
@@ -80,17 +65,9 @@ class Settings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("architecture", self.architecture in ("bart", "marian", "t5"), "bart, marian or t5")
-        for name in ("train", "dev", "test"):
-            self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
-        for name in ("beams", "width", "layers", "heads"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_tokens", "max_summary"):
-            self.require(name, getattr(self, name) >= 2, "at least 2")
-        for name in ("dev_texts", "test_texts", "no_repeat"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
-        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        self.require_at_least(1, "beams")
+        self.require_at_least(2, "max_tokens", "max_summary")
+        self.require_at_least(0, "dev_texts", "test_texts", "no_repeat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +88,12 @@ class Article:
         return self.sentences[0] if len(self.sentences) > 1 else self.text.partition(". ")[0]
 
 
-# --- 1. Data and model -------------------------------------------------------------------------------------------------
-
-
-def read_articles(settings: Settings, split: str) -> list[Article]:
-    """The texts of a split (``train``, ``dev``, ``test``)."""
-    rows = read_lists(getattr(settings, split), (settings.source, settings.target))
-    return [Article(tuple(sentences), tuple(references)) for sentences, references in rows]
-
-
-def build_model(settings: Settings, vocabulary: int) -> Any:
-    """A model from scratch, as for translation, that reads texts and writes short summaries."""
-    longest = max(settings.max_tokens, settings.max_summary)
-    model = translation.build_model(settings, vocabulary, longest)  # type: ignore[arg-type] - it has the fields it uses
-    model.generation_config.max_new_tokens = settings.max_summary
-    return model
+def read_articles(settings: Settings) -> tuple[list[Article], list[Article], list[Article]]:
+    """The texts of train, dev and test."""
+    wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
+    splits = read_splits(wheres, (settings.source, settings.target), read_lists)
+    train, dev, test = ([Article(*map(tuple, row)) for row in rows] for rows in splits.values())
+    return train, dev, test
 
 
 def encode_sources(articles: list[Article], tokenizer: Any, settings: Settings) -> list[list[int]]:
@@ -142,9 +110,6 @@ def encode(articles: list[Article], tokenizer: Any, settings: Settings) -> list[
     return [{"input_ids": s, "labels": t} for s, t in pairs if len(t) <= settings.max_summary]
 
 
-# --- 2. Measures -------------------------------------------------------------------------------------------------------
-
-
 def rouge(summaries: list[str], references: list[tuple[str, ...]]) -> dict[str, float]:
     """Mean ROUGE F1 in %; of several references the one that matches best, for each kind of ROUGE by itself."""
     scorer = RougeScorer(KINDS, use_stemmer=True)
@@ -156,29 +121,14 @@ def summarise(
     model: Any, articles: list[Article], tokenizer: Any, run: Run, settings: Settings, beams: int
 ) -> list[str]:
     """A summary of every text, in order, on all processes."""
-    plain = run.accelerator.unwrap_model(model)
-
-    def collate(part: list[tuple[int, list[int]]]) -> dict[str, Any]:
-        inputs = tokenizer.pad({"input_ids": [ids for _, ids in part]}, return_tensors="pt")
-        return {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"rows": [row for row, _ in part]}
-
-    numbered = list(enumerate(encode_sources(articles, tokenizer, settings)))
-    batches = list(Batches(numbered, collate, lambda example: len(example[1]), run.accelerator, 16).in_order())
-    found: list[tuple[int, str]] = []
-    for batch in tqdm(batches, disable=not run.main, mininterval=5, unit="batch"):
-        rows = batch.pop("rows")
-        output = plain.generate(
-            **batch, num_beams=beams, max_new_tokens=settings.max_summary, no_repeat_ngram_size=settings.no_repeat
-        )
-        found += zip(rows, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
-    return [text for _, text in sorted(gather_object(found))]
-
-
-# --- 3. One run --------------------------------------------------------------------------------------------------------
+    options = {"max_new_tokens": settings.max_summary, "no_repeat_ngram_size": settings.no_repeat}
+    return generate(
+        model, encode_sources(articles, tokenizer, settings), tokenizer, run, 16, num_beams=beams, **options
+    )
 
 
 def main(settings: Settings) -> None:
-    train, dev, test = (read_articles(settings, split) for split in ("train", "dev", "test"))
+    train, dev, test = read_articles(settings)
     dev, test = dev[: settings.dev_texts or None], test[: settings.test_texts or None]
     if settings.smoke:
         train, dev, test = train[:32], dev[:2], test[:4]
@@ -190,13 +140,12 @@ def main(settings: Settings) -> None:
         model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
         check_length(model, settings.max_tokens, "max_tokens")
         check_length(model, settings.max_summary, "max_summary")
-        model.generation_config.max_length, model.generation_config.max_new_tokens = None, settings.max_summary
     else:
-        tokenizer = translation.train_tokenizer(
-            [(article.text, article.references[0]) for article in train], settings.vocabulary
-        )
-        model = build_model(settings, len(tokenizer))
-    model = make_sparse(model, settings)
+        texts = (text for article in train for text in (article.text, article.references[0]))
+        tokenizer = train_bpe(texts, settings.vocabulary)
+        longest = max(settings.max_tokens, settings.max_summary)
+        model = build_seq2seq(settings, len(tokenizer), longest, settings.architecture)
+    model = make_sparse(write_at_most(model, settings.max_summary), settings)
     examples, shown = encode(train, tokenizer, settings), encode(dev, tokenizer, settings)[:64]
     for split, kept in (("training", examples), ("dev", shown)):
         if not kept:
@@ -206,15 +155,7 @@ def main(settings: Settings) -> None:
         f"left out), {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     )
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
-    batches = Batches(
-        examples,
-        collator,
-        lambda example: len(example["input_ids"]),
-        run.accelerator,
-        settings.batch_size,
-        settings.gradient_accumulation,
-        settings.seed,
-    )
+    batches = Batches.for_training(run, examples, collator, lambda example: len(example["input_ids"]))
 
     def evaluate(current: Any) -> dict[str, float]:
         measures = rouge(summarise(current, dev, tokenizer, run, settings, 1), [article.references for article in dev])
@@ -242,9 +183,8 @@ def main(settings: Settings) -> None:
         "test_texts": len(test),
         "words": round(sum(len(summary.split()) for summary in summaries) / len(test), 1),
         "cut": sum(length >= settings.max_tokens for length in lengths),
-        **{name: value for name, value in head_statistics(best, some).items() if name in FIELDS},
+        **head_statistics(best, some, FIELDS),
     }
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     run.say(f"For example: {summaries[0]}")
     finish(run, FIELDS, measures, task="summarization", data=name_of(settings.train), main_measures=list(KINDS))
 

@@ -27,15 +27,18 @@ from transformers import DataCollatorForSeq2Seq
 import inflection
 import translation
 from common.batches import Batches
-from common.results import Results, hardware, versions
+from common.from_scratch import build_seq2seq, train_bpe
+from common.results import Results, columns, hardware, versions
 from common.run import Run
+from common.seq2seq import encode_pairs
 from common.settings import parse
 from common.training import Training, count_tokens, make_sparse
+from hf_entmax.analysis.reading.tables import read_pairs
 
 RESULTS = Path(__file__).parent / "results" / "training_speed.csv"
-FIELDS = (
-    *("recipe", "attention", "output_alpha", "from_step", "to_step", "seconds_per_step", "tokens_per_second"),
-    *("time_ratio", "time_ratio_20", "time_ratio_80", "loss", "clock", "command", "hardware", "versions"),
+FIELDS = columns(
+    "recipe attention output_alpha from_step to_step seconds_per_step tokens_per_second",
+    "time_ratio time_ratio_20 time_ratio_80 loss clock command hardware versions",
 )
 #: Attention and output of the models, the baseline first.
 SETTINGS = (("softmax", 1.0), ("1.5", 1.0), ("learned", 1.0), ("softmax", 1.5), ("1.5", 1.5), ("learned", 1.5))
@@ -58,12 +61,13 @@ def no_evaluation(model: Any) -> dict[str, float]:
 
 def translation_training(settings: Any, run: Run) -> Training:
     """As `recipes/translation.py` sets it up."""
-    pairs = translation.read_pairs(settings.train, settings.source, settings.target)
+    pairs = read_pairs(settings.train, settings.source, settings.target)
     set_seed(settings.seed)
-    tokenizer = translation.train_tokenizer(pairs, settings.vocabulary)
-    model = make_sparse(translation.build_model(settings, len(tokenizer), settings.max_tokens), settings)
-    examples, _ = translation.encode(pairs, tokenizer, settings.max_tokens)
-    return Training(run, model, tokenizer, _batches(examples, tokenizer, model, settings, run), no_evaluation)
+    tokenizer = train_bpe((side for pair in pairs for side in pair), settings.vocabulary)
+    model = build_seq2seq(settings, len(tokenizer), settings.max_tokens, settings.architecture)
+    return _training(
+        run, make_sparse(model, settings), tokenizer, encode_pairs(pairs, tokenizer, settings.max_tokens)[0]
+    )
 
 
 def inflection_training(settings: Any, run: Run) -> Training:
@@ -73,20 +77,13 @@ def inflection_training(settings: Any, run: Run) -> Training:
     tokenizer = inflection.build_tokenizer(words)
     examples = inflection.encode(words, tokenizer)
     longest = max(len(side) for example in examples for side in example.values())
-    model = inflection.build_model(settings, tokenizer, longest)
-    return Training(run, model, tokenizer, _batches(examples, tokenizer, model, settings, run), no_evaluation)
+    return _training(run, inflection.build_model(settings, tokenizer, longest), tokenizer, examples)
 
 
-def _batches(examples: list[Any], tokenizer: Any, model: Any, settings: Any, run: Run) -> Batches:
-    return Batches(
-        examples,
-        DataCollatorForSeq2Seq(tokenizer, model=model),
-        lambda example: len(example["input_ids"]) + len(example["labels"]),
-        run.accelerator,
-        settings.batch_size,
-        settings.gradient_accumulation,
-        settings.seed,
-    )
+def _training(run: Run, model: Any, tokenizer: Any, examples: list[Any]) -> Training:
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    batches = Batches.for_training(run, examples, collate, lambda row: len(row["input_ids"]) + len(row["labels"]))
+    return Training(run, model, tokenizer, batches, no_evaluation)
 
 
 def batches_of(training: Training, first: int, count: int) -> list[list[dict[str, Any]]]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_entmax.generation.best_first import enumerate_hypotheses, exact_map
     from hf_entmax.generation.forced import ForcedDecoding, force_decode
     from hf_entmax.generation.metrics import (
+        SAMPLING_METRIC,
         SamplingMetrics,
         epsilon_perplexity,
         jensen_shannon,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hf_entmax.generation.tree import HypothesisTree, hypothesis_tree
 
 _HOMES = {
+    "SAMPLING_METRIC": "metrics",
     "EntmaxLogitsProcessor": "processor",
     "ForcedDecoding": "forced",
     "HypothesisTree": "tree",
@@ -44,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "SAMPLING_METRIC",
     "EntmaxLogitsProcessor",
     "ForcedDecoding",
     "HypothesisTree",

@@ -1,4 +1,12 @@
-"""The sampling measures as a metric of the ``evaluate`` library, without the Hub."""
+"""The sampling measures as a metric of the ``evaluate`` library, which loads this file by its path, without the Hub.
+
+import evaluate
+from hf_entmax.generation import SAMPLING_METRIC
+
+metric = evaluate.load(SAMPLING_METRIC)
+metric.add_batch(predictions=probs, references=labels)         # probs [n, V], labels [n]
+metric.compute(epsilon=1e-6)                                   # epsilon_perplexity, sparsemax_score, ...
+"""
 
 from __future__ import annotations
 
@@ -13,10 +21,6 @@ from hf_entmax.generation.metrics import EPSILON, epsilon_perplexity, jensen_sha
 
 class SamplingMetric(evaluate.Metric):
     """Epsilon-perplexity, sparsemax score, Jensen-Shannon divergence and support size of predicted distributions.
-
-        metric = SamplingMetric()
-        metric.add_batch(predictions=probs, references=labels)     # probs [n, V], labels [n]
-        metric.compute(epsilon=1e-6)
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.

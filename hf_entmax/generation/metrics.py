@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from hf_entmax.integration.output_loss import shifts_labels
 from hf_entmax.ops.candidates import solve_rows
 
 EPSILON = 1e-6
+
+#: For ``evaluate.load``: the measures below as one metric, without the Hub.
+SAMPLING_METRIC = str(Path(__file__).with_name("evaluate_metric.py"))
 NAMES = ("epsilon_perplexity", "sparsemax_score", "jensen_shannon", "support_size")
 
 

@@ -54,6 +54,18 @@ class Batches:
         self.examples, self.collate, self.length = examples, collate, length
         self.accelerator, self.batch_size, self.parts, self.seed = accelerator, batch_size, parts, seed
 
+    @classmethod
+    def for_training(
+        cls,
+        run: Any,
+        examples: Sequence[Any],
+        collate: Callable[[list[Any]], dict[str, Any]],
+        length: Callable[[Any], int],
+    ) -> Batches:
+        """As the settings of a `common.run.Run` say."""
+        settings, steps = run.settings, run.settings.gradient_accumulation
+        return cls(examples, collate, length, run.accelerator, settings.batch_size, steps, settings.seed)
+
     def __len__(self) -> int:
         """Steps in an epoch."""
         return len(self._split(list(range(len(self.examples)))))

@@ -73,10 +73,10 @@ def _words_before(text: str, row: list[int], kept: int, tokenizer: Any) -> int |
     return counts.pop() if len(counts) == 1 else None
 
 
-def cut(ids: list[int], length: int, whole: bool = False) -> list[Block]:
-    """Blocks that overlap by one token; the last may be shorter, or is left out where blocks must be ``whole``."""
+def cut(ids: list[int], length: int, full_only: bool = False) -> list[Block]:
+    """Blocks that overlap by one token; the last may be shorter, or is left out with ``full_only``."""
     blocks = [ids[start : start + length] for start in range(0, len(ids) - 1, length - 1)]
-    return [{"input_ids": block} for block in blocks if len(block) == length or not whole]
+    return [{"input_ids": block} for block in blocks if len(block) == length or not full_only]
 
 
 def collate(blocks: list[Block]) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def prepare(
     if settings.smoke:
         limits = dict.fromkeys(limits, 8 * settings.block)
     encoded = {split: encode(text, tokenizer, limits[split]) for split, text in lines.items()}
-    blocks = {split: cut(ids, settings.block, whole=split == "train") for split, (ids, _) in encoded.items()}
+    blocks = {split: cut(ids, settings.block, full_only=split == "train") for split, (ids, _) in encoded.items()}
     for split, found in blocks.items():
         if not found:
             raise ValueError(f"{settings.data}: the {split} text is shorter than one block of {settings.block} tokens.")

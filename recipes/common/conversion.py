@@ -23,7 +23,7 @@ from hf_entmax.training import (
 )
 
 
-def inner(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """The Transformers model inside PEFT."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
@@ -42,7 +42,7 @@ class Conversion:
 
     def __init__(self, run: Run, student: Any, teacher: Any, schedule: AlphaSchedule | None, *, shift: bool) -> None:
         settings = run.settings
-        self.settings, self.student, self.teacher, self.run = settings, inner(student), teacher, run
+        self.settings, self.student, self.teacher, self.run = settings, base_model(student), teacher, run
         self.schedule, self.shift = schedule, shift
         self.output_alpha = SamplingMetrics.for_model(self.student).alpha
         self.learned = is_patched(self.student) and entmax_config(self.student).alpha == "learned"
@@ -69,16 +69,16 @@ class Conversion:
     def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Task, distances to the teacher, and density, as the settings weigh them."""
         settings = self.settings
-        looks = bool(settings.distill_attention) or self.density is not None
-        if looks and "attention_mask" not in batch:
+        recorded = bool(settings.distill_attention) or self.density is not None
+        if recorded and "attention_mask" not in batch:
             batch = {**batch, "attention_mask": (batch["labels"] != -100).long()}
-        with record_attention(self.student) if looks else contextlib.nullcontext() as seen:
+        with record_attention(self.student) if recorded else contextlib.nullcontext() as seen:
             output = model(**batch)
         loss = settings.task_weight * output.loss
         pairs = {} if seen is None else attention_pairs(self.student, batch, seen)
         if settings.distill_logits or settings.distill_attention:
-            looks_there = record_attention(self.teacher) if settings.distill_attention else contextlib.nullcontext()
-            with torch.no_grad(), looks_there as wanted:
+            recording = record_attention(self.teacher) if settings.distill_attention else contextlib.nullcontext()
+            with torch.no_grad(), recording as wanted:
                 known = self.teacher(**batch)
             if settings.distill_logits:
                 loss = loss + settings.distill_logits * self._logits(output.logits, known.logits, batch["labels"])

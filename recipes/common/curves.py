@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.finish import PLACES
+from common.finish import NOT_IN_COMMAND
 from common.results import Results, command
 from common.run import Run
 from common.settings import RunSettings
@@ -25,7 +25,7 @@ def curve(run: Run, columns: Sequence[str]) -> list[dict[str, Any]]:
         if "dev_density" in entry:
             values = {name.removeprefix("dev_"): value for name, value in entry.items()}
             values["stage"] = STAGES[int(values.get("stage", 2))]
-            values["command"] = command(PLACES, ("--report_to",))
+            values["command"] = command(NOT_IN_COMMAND, ("--report_to",))
             row = {name: values[name] for name in columns if name in values}
             rows.setdefault((row["stage"], row["step"]), row)
     return list(rows.values())

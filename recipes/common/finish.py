@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hf_entmax.integration.card import MARKER
 
 #: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
 #: out.
-PLACES = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
+NOT_IN_COMMAND = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
 
 
 def name_of(where: str) -> str:
@@ -59,7 +60,7 @@ def check_hub(repository: str) -> None:
 def finish(
     run: Run, fields: Sequence[str], measures: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
 ) -> None:
-    """Write ``result.json``, the model card and the row of results, and upload the model if asked to.
+    """Say the numbers, write ``result.json``, the model card and the row of results, and upload the model if asked to.
 
     Args:
         run: the finished run.
@@ -69,6 +70,7 @@ def finish(
         data: name of the data.
         main_measures: those that stand in the card's metadata.
     """
+    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     if run.main:
         _write(run, fields, measures, task=task, data=data, main_measures=main_measures)
     run.accelerator.wait_for_everyone()
@@ -76,11 +78,15 @@ def finish(
 
 
 def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: Any) -> None:
-    origin = {"command": command(PLACES, ("--report_to",)), "hardware": hardware(), "versions": versions("accelerate")}
+    origin = {
+        "command": command(NOT_IN_COMMAND, ("--report_to",)),
+        "hardware": hardware(),
+        "versions": versions("accelerate"),
+    }
     row = {"attention": run.settings.attention, "output_alpha": run.settings.output_alpha, "seed": run.settings.seed}
     row |= {**measures, "processes": run.accelerator.num_processes, **origin}
     finished = (run.folder / "result.json").exists()
-    write_atomically(run.folder / "result.json", json.dumps(row, indent=1))
+    write_atomically(run.folder / "result.json", strict_json(row))
     model = run.folder / "model"
     write_card(model if model.exists() else run.folder, run.name, row, **card)  # an ensemble has no model of its own
     if run.settings.results and not run.settings.smoke:
@@ -92,6 +98,16 @@ def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: An
         api = HfApi()
         api.create_repo(run.settings.push_to_hub, exist_ok=True)
         api.upload_folder(repo_id=run.settings.push_to_hub, folder_path=run.folder / "model")
+
+
+def strict_json(row: dict[str, Any]) -> str:
+    """JSON that every reader takes: a number that is not finite becomes null, and ``not_finite`` says what it was.
+
+    {"perplexity": null, "not_finite": {"perplexity": "inf"}}
+    """
+    odd = {name: str(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    plain = {**row, **dict.fromkeys(odd)} | ({"not_finite": odd} if odd else {})
+    return json.dumps(plain, indent=1, allow_nan=False)
 
 
 def write_card(

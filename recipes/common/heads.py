@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from hf_entmax.analysis import collect
 
 
-def head_statistics(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+def head_statistics(
+    model: Any, batches: Iterable[dict[str, Any]], only: Container[str] | None = None
+) -> dict[str, float]:
     """Means over the heads, on every process alike.
 
     Args:
         model: patched or plain, not wrapped.
         batches: as `hf_entmax.analysis.collect` takes them.
+        only: names of the numbers to return; default all.
 
     Returns:
         For every site ``density_SITE`` (share of the possible weights that are not zero), ``support_SITE`` (keys with
@@ -31,4 +34,5 @@ def head_statistics(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, 
         measures[f"support_{site}"] = round(float(found.mean_support[site].nanmean()), 3)
         measures[f"js_{site}"] = round(float(found.head_diversity[site].nanmean()), 4)
         heads += density[~density.isnan()].tolist()
-    return {"density": round(sum(heads) / len(heads), 4), **measures}
+    measures["density"] = round(sum(heads) / len(heads), 4)
+    return {name: value for name, value in measures.items() if only is None or name in only}

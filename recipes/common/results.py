@@ -17,6 +17,14 @@ import torch
 
 import hf_entmax
 
+#: The last columns of every table of runs.
+END = "steps best_step train_seconds tokens_per_second processes command hardware versions"
+
+
+def columns(*names: str) -> tuple[str, ...]:
+    """Names between blanks, as a tuple."""
+    return tuple(" ".join(names).split())
+
 
 class Results:
     """A CSV file that grows by a row for each finished run, and knows which runs it holds.
@@ -55,7 +63,7 @@ class Results:
             raise ValueError(f"{self.path}: no columns for {unknown}.")
         row = {name: str(values.get(name, "")) for name in self.fields}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="", encoding="utf-8") as lines, _alone(lines):
+        with self.path.open("a", newline="", encoding="utf-8") as lines, _exclusive(lines):
             writer = csv.DictWriter(lines, self.fields, lineterminator="\n")
             if not lines.seek(0, os.SEEK_END):
                 writer.writeheader()
@@ -66,7 +74,7 @@ class Results:
 
 
 @contextlib.contextmanager
-def _alone(file: IO[str]) -> Iterator[None]:
+def _exclusive(file: IO[str]) -> Iterator[None]:
     """Keep other runs from appending to a file meanwhile; the lock goes when the file is closed."""
     with contextlib.suppress(ImportError, OSError):  # Windows, and file systems that know no locks
         import fcntl

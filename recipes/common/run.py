@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.
-FREE = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
+MAY_DIFFER_ON_RESUME = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
 LOCK = "lock"
 
 #: Locks of this process, by folder; they go when the process ends, however it ends.
@@ -65,7 +65,7 @@ class Run:
         self.identity = {
             "recipe": name,
             "processes": self.accelerator.num_processes,
-            **{key: value for key, value in dataclasses.asdict(settings).items() if key not in FREE},
+            **{key: value for key, value in dataclasses.asdict(settings).items() if key not in MAY_DIFFER_ON_RESUME},
         }
         if settings.batch_size % (settings.gradient_accumulation * self.accelerator.num_processes):
             raise ValueError(
@@ -115,8 +115,6 @@ class Run:
         """Print on the main process."""
         self.accelerator.print(text, flush=True)
 
-    # --- log -------------------------------------------------------------------------------------------------------
-
     def log(self, step: int, **values: float) -> None:
         """One line of ``log.jsonl``, and the trackers'."""
         if self.main:
@@ -143,8 +141,6 @@ class Run:
         """A text file of the folder, by the main process, one line each: what was answered."""
         if self.main:
             write_atomically(self.folder / name, "".join(" ".join(line.splitlines()) + "\n" for line in lines))
-
-    # --- checkpoint --------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint(self) -> Path | None:
@@ -186,7 +182,7 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
-    def whole(self, model: Any) -> Any:
+    def unsharded(self, model: Any) -> Any:
         """A prepared model as one process can use and save it; on all processes at the same time.
 
         Under FSDP2 it is a copy with the weights of all processes: generation takes another number of steps on each of them,
@@ -206,7 +202,7 @@ class Run:
         return copy.to(self.accelerator.device).train(plain.training)
 
     def save_model(self, model: Any, tokenizer: Any) -> None:
-        """``save_pretrained`` of a whole model and its tokenizer as the subfolder ``model``."""
+        """``save_pretrained`` of a model that is not sharded and its tokenizer as the subfolder ``model``."""
 
         def write(folder: Path) -> None:
             if self.main:

@@ -25,7 +25,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclasses.dataclass
 class RunSettings:
-    """What every training recipe can be told."""
+    """Settings of every training recipe."""
 
     out: str = option("", "folder of the run: model, checkpoint, log; must not hold another run")
     attention: str = option(
@@ -58,11 +58,9 @@ class RunSettings:
     push_to_hub: str = option("", "Hub repository to upload the finished model to")
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "gradient_accumulation", "log_steps"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("lr", "weight_decay", "clip_norm", "patience", "checkpoint_steps"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require_at_least(1, "epochs", "batch_size", "gradient_accumulation", "log_steps")
         self.require("warmup", self.warmup >= 1, "at least 1 step")
+        self.require_at_least(0, "lr", "weight_decay", "clip_norm", "patience", "checkpoint_steps")
         self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
         allowed = (None, "no", "bf16", "fp16")
         self.require("mixed_precision", self.mixed_precision in allowed, "one of no, bf16, fp16")
@@ -76,6 +74,11 @@ class RunSettings:
         """Raises ``ValueError`` that names a setting, what was given and what is allowed."""
         if not right:
             raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}.")
+
+    def require_at_least(self, least: int, *names: str) -> None:
+        """Raises ``ValueError`` where one of these settings is smaller."""
+        for name in names:
+            self.require(name, getattr(self, name) >= least, f"at least {least}")
 
     def entmax(self) -> EntmaxConfig | None:
         """How the model is to be patched; None where attention and output are softmax."""

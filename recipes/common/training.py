@@ -50,7 +50,7 @@ class Progress:
             setattr(self, name, value)
 
 
-def kind_of(model: Any) -> dict[str, Any]:
+def attention_and_output(model: Any) -> dict[str, Any]:
     """Attention and output of a model, in the words of the settings."""
     if not is_patched(model):
         return {"attention": "softmax", "output_alpha": 1.0}
@@ -69,7 +69,7 @@ def make_sparse(model: Any, settings: RunSettings) -> Any:
     """
     config = settings.entmax()
     if is_patched(model):
-        kind, held = kind_of(model), entmax_config(model)
+        kind, held = attention_and_output(model), entmax_config(model)
         same = config is not None and all(
             getattr(config, name) == getattr(held, name) for name in ("mapping", "mapping_options", "output_alpha")
         )
@@ -235,7 +235,7 @@ class Training:
         progress, settings = self.progress, self.run.settings
         self.model.eval()
         with torch.no_grad():
-            model = self.run.whole(self.model)
+            model = self.run.unsharded(self.model)
             measures = self.evaluate(model)
         self.model.train()
         # A first score that is no number must not leave the run without a model.

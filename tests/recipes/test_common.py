@@ -4,18 +4,21 @@ import csv
 import dataclasses
 import gzip
 import importlib
+import json
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 
 from common import results
 from common.batches import POOL, Batches, evenly
-from common.finish import name_of
+from common.finish import name_of, strict_json
 from common.settings import RunSettings, option, parse
 from hf_entmax.analysis.reading import tables as data
 
@@ -234,6 +237,38 @@ class TestData:
         with pytest.raises(ValueError, match=message):
             data.read_rows(self.write(tmp_path, name, raw), ("text", "label"))
 
+    def test_one_rule_about_headers(self, tmp_path):
+        # Names in another case are names; usual names that are not those asked for are a header too, not a first row.
+        assert data.read_rows(self.write(tmp_path, "a.tsv", "Text\tLABEL\na\t1\n"), ("text", "label")) == [("a", "1")]
+        usual = self.write(tmp_path, "b.tsv", "sentence\tsource\ncat\tword\n")
+        with pytest.raises(ValueError, match=r"b\.tsv:1: no column text, label; it has sentence, source"):
+            data.read_rows(usual, ("text", "label"))
+        assert data.read_rows(usual, ("0", "1")) == [("cat", "word")]
+        # One usual name may be a word of the text.
+        assert data.read_rows(self.write(tmp_path, "c.tsv", "word\tWort\n"), ("en", "de")) == [("word", "Wort")]
+
+    def test_a_header_of_other_names_is_seen_in_several_files(self, tmp_path):
+        body = [f"word {i}\tWort {i}\n" for i in range(30)]
+        train = self.write(tmp_path, "train.tsv", "English\tGerman\n" + "".join(body))
+        dev = self.write(tmp_path, "dev.tsv", "English\tGerman\n" + "".join(reversed(body)))
+        wheres = {"train": train, "dev": dev, "test": dev}
+        with pytest.raises(ValueError, match=r"both begin with English / German.*Name its columns instead of en, de"):
+            data.read_splits(wheres, ("en", "de"))
+        assert len(data.read_splits(wheres, ("English", "German"))["test"]) == 30
+        assert len(data.read_splits(wheres, ("0", "1"))["train"]) == 31  # by number nothing is guessed
+        for path in (train, dev):  # a first row that comes again is text
+            Path(path).write_text(Path(path).read_text() + "English\tGerman\n")
+        assert len(data.read_splits(wheres, ("en", "de"))["dev"]) == 32
+
+    def test_data_sets_on_disk(self, tmp_path):
+        path = self.write(tmp_path, "train.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n')
+        wanted = [("a", "1"), ("b", "0")]
+        assert data.read_rows(f"hub:{Path(path).parent}@train", ("text", "label")) == wanted
+        datasets.Dataset.from_list([{"text": "a", "label": 1}, {"text": "b", "label": 0}]).to_parquet(
+            tmp_path / "p.parquet"
+        )
+        assert data.read_rows(str(tmp_path / "p.parquet"), ("text", "label")) == wanted
+
     def test_parallel_files(self, tmp_path):
         self.write(tmp_path, "p.de", "ja\nnein\n")
         self.write(tmp_path, "p.en", "yes\nno\n")
@@ -257,6 +292,13 @@ class TestData:
 
 
 class TestResults:
+    def test_json_of_a_result_is_strict(self):
+        text = strict_json({"perplexity": math.inf, "score": -math.inf, "norm": math.nan, "bleu": 1.5, "name": "x"})
+        found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert found["bleu"] == 1.5 and found["perplexity"] is found["score"] is found["norm"] is None
+        assert found["not_finite"] == {"perplexity": "inf", "score": "-inf", "norm": "nan"}
+        assert "not_finite" not in json.loads(strict_json({"bleu": 1.5}))
+
     def test_rows_are_on_disk_at_once_and_found_again(self, tmp_path):
         path = tmp_path / "new" / "r.csv"
         book = results.Results(path, ("a", "b"))

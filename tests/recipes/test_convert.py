@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import convert
 import language_modeling
 import translation
+from common.from_scratch import build_seq2seq, train_bpe
+from common.seq2seq import bleu_and_chrf
 from common.settings import parse
 from hf_entmax import alphas, is_patched
 from hf_entmax.analysis.reading.tables import read_pairs, read_text
@@ -52,8 +54,8 @@ def place(tmp_path_factory):
     save(language_modeling.build_model(given, len(tokenizer)), tokenizer, folder / "lm" / "model")
     files = {name: str(folder / "train.{lang}") for name in ("train", "dev")}
     given = translation.Settings(out="x", **files, test=["x"], width=32, heads=2, layers=1, max_tokens=20)
-    tokenizer = translation.train_tokenizer(read_pairs(files["train"], "de", "en"), 60)
-    save(translation.build_model(given, len(tokenizer), given.max_tokens), tokenizer, folder / "mt" / "model")
+    tokenizer = train_bpe((side for pair in read_pairs(files["train"], "de", "en") for side in pair), 60)
+    save(build_seq2seq(given, len(tokenizer), given.max_tokens), tokenizer, folder / "mt" / "model")
     return folder
 
 
@@ -124,6 +126,14 @@ def test_every_setting_is_one_option(place, tmp_path, kind, changes):
         stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["entmax_config"]
         assert stored["alpha"] == ("learned" if learned else 1.5)
     assert not (tmp_path / "r.csv").exists()  # a smoke test is no result
+    if kind == "mt":  # what was made of the test set is kept, before and after
+        found = result(tmp_path / "run")
+        pairs = read_pairs(str(place / "test.{lang}"), "de", "en")[:8]
+        for name, measure in (("before", "bleu_before"), ("after", "bleu")):
+            kept = (tmp_path / "run" / f"hypotheses.{name}.txt").read_text(encoding="utf-8").splitlines()
+            assert len(kept) == len(pairs) and bleu_and_chrf(kept, pairs)["bleu"] == pytest.approx(
+                found[measure], abs=1e-4
+            )
 
 
 @pytest.mark.slow

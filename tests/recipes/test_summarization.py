@@ -7,6 +7,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import summarization
+from common.from_scratch import train_bpe
 from common.settings import parse
 
 THINGS = ["networks", "trees", "graphs", "kernels"]
@@ -120,10 +121,10 @@ def test_leads():
 
 def test_long_texts_are_cut_and_long_summaries_left_out(data, tmp_path):
     short = settings(data, tmp_path / "run", max_tokens=5)
-    articles = summarization.read_articles(short, "train")
+    articles = summarization.read_articles(short)[0]
     assert len(articles) == 16 and len(articles[0].references) == 2
     pairs = [(article.text, article.references[0]) for article in articles]
-    tokenizer = summarization.translation.train_tokenizer(pairs, 200)
+    tokenizer = train_bpe([side for pair in pairs for side in pair], 200)
     long = summarization.Article(articles[0].sentences, ("much too long " * 10,))
     encoded = summarization.encode([*articles, long], tokenizer, short)
     assert len(encoded) == 16

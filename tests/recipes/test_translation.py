@@ -8,6 +8,8 @@ import pytest
 
 import translation
 from common import training
+from common.from_scratch import build_seq2seq, train_bpe
+from common.seq2seq import encode_pairs
 from common.settings import parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -147,7 +149,7 @@ def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
     decayed = []
     for attention in ("softmax", "1.5", "learned"):
         chosen = settings(data, architecture="t5", attention=attention)
-        model = translation.make_sparse(translation.build_model(chosen, 60, 20), chosen)
+        model = translation.make_sparse(build_seq2seq(chosen, 60, 20, chosen.architecture), chosen)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = training._groups(model, chosen)
         decayed.append({names[p] for group in groups if group["weight_decay"] for p in group["params"]})
@@ -166,7 +168,7 @@ def test_lengths_are_checked_before_training(data):
 
 def test_the_tokenizer_gives_back_what_it_read(data):
     pairs = [("Der Hund läuft, oder?", 'The dog runs, or "does" it?')]
-    tokenizer = translation.train_tokenizer(pairs * 2, 80)
+    tokenizer = train_bpe([side for pair in pairs * 2 for side in pair], 80)
     for text in pairs[0]:
         ids = tokenizer(text)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
@@ -175,8 +177,8 @@ def test_the_tokenizer_gives_back_what_it_read(data):
 
 def test_long_pairs_are_left_out_and_counted(data):
     pairs = [("kurz", "short"), ("sehr " * 30, "very " * 30)]
-    tokenizer = translation.train_tokenizer(pairs, 60)
-    examples, left_out = translation.encode(pairs, tokenizer, 20)
+    tokenizer = train_bpe([side for pair in pairs for side in pair], 60)
+    examples, left_out = encode_pairs(pairs, tokenizer, 20)
     assert (len(examples), left_out) == (1, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,46 +86,51 @@ def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[
     return rows
 
 
-def read_splits(wheres: Mapping[str, str], columns: Sequence[str]) -> dict[str, list[Texts]]:
+def read_splits(
+    wheres: Mapping[str, str], columns: Sequence[str], read: Callable[..., list[Any]] = read_rows
+) -> dict[str, list[Any]]:
     """The same columns of several splits, each file read once.
 
     Args:
-        wheres: what `read_rows` reads, by split.
-        columns: as there.
+        wheres: what ``read`` reads, by split, training first.
+        columns: as for `read_rows`.
+        read: `read_rows`, `read_lists`, or `read_pairs` for two columns.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_rows`; also where two files begin with the same row, which is like no other
-            in them: a header whose names are not those asked for.
+        FileNotFoundError, ValueError: as ``read`` and `check_first_rows`.
     """
-    tables = {where: read_rows(where, columns) for where in dict.fromkeys(wheres.values())}
-    first, *others = tables
-    for other in others:
-        check_first_rows({first: tables[first], other: tables[other]}, columns)
+    more = tuple(columns) if read is read_pairs else (columns,)
+    tables = {where: read(where, *more) for where in dict.fromkeys(wheres.values())}
+    check_first_rows({where: rows for where, rows in tables.items() if "{lang}" not in where}, columns)
     return {split: tables[where] for split, where in wheres.items()}
 
 
-def check_first_rows(tables: Mapping[str, Sequence[Texts]], columns: Sequence[str]) -> None:
-    """Say that the first row of two tables looks like a header.
+def check_first_rows(tables: Mapping[str, Sequence[Sequence[Any]]], columns: Sequence[str]) -> None:
+    """Say that the first row of several tables looks like a header whose names are not those that were asked for.
 
     Args:
-        tables: two, by name.
+        tables: rows by file, the training data first.
         columns: what was asked for; by number, nothing is guessed.
 
     Raises:
-        ValueError: if they begin alike, go on differently, and a cell of that row stands nowhere else in its column.
+        ValueError: if another table begins as the first one does and goes on differently, and no cell of that row stands
+            anywhere else in its column of either.
     """
-    one, two = tables.values()
-    if all(column.isdigit() for column in columns) or one[0] != two[0] or one[1:2] == two[1:2] or len(one) <= 20:
+    if not tables:
         return
-    for place in range(len(columns)):
-        if all(sum(row[place] == table[0][place] for row in table) == 1 for table in (one, two)):
-            continue
-        return
-    names = " and ".join(tables)
-    raise ValueError(
-        f"{names} both begin with {' / '.join(one[0])}, which does not come again: it looks like a header. Name its columns "
-        f"instead of {', '.join(columns)}, or give their numbers, from 0."
-    )
+    (name, first), *others = tables.items()
+    for other, rows in others if len(first) > 20 and not all(column.isdigit() for column in columns) else ():
+        alone = all(
+            sum(row[place] == first[0][place] for row in part) == 1
+            for part in (first, rows)
+            for place in range(len(columns))
+        )
+        if rows[0] == first[0] and rows[1:2] != first[1:2] and alone:
+            shown = " / ".join(cell if isinstance(cell, str) else " ".join(cell) for cell in first[0])
+            raise ValueError(
+                f"{name} and {other} both begin with {shown}, which does not come again: it looks like a header. Name its "
+                f"columns instead of {', '.join(columns)}, or give their numbers, from 0."
+            )
 
 
 def read_pairs(where: str, source: str, target: str) -> list[tuple[str, str]]:

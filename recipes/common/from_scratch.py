@@ -1,0 +1,114 @@
+"""Small encoder-decoders trained from scratch: their settings, their tokenizer, the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, PreTrainedTokenizerFast, T5Config
+
+from common.settings import RunSettings, option
+
+
+@dataclasses.dataclass
+class ShapeSettings(RunSettings):
+    """The shape of a model from scratch."""
+
+    width: int = option(128, "from scratch: of the model")
+    layers: int = option(2, "from scratch: of encoder and of decoder")
+    heads: int = option(4, "from scratch: per layer")
+    dropout: float = option(0.1, "from scratch: everywhere but on attention weights")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "width", "layers", "heads")
+        self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
+        self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+
+
+@dataclasses.dataclass
+class Seq2SeqSettings(ShapeSettings):
+    """The data and the model, pretrained or from scratch, of a recipe from text to text."""
+
+    train: str = option("", "examples to train on")
+    dev: str = option("", "examples that choose the best epoch")
+    model: str = option("", "pretrained encoder-decoder, Hub id or folder; default: train one from scratch")
+    architecture: str = option("bart", "from scratch: bart, marian or t5")
+    vocabulary: int = option(4000, "from scratch: size of the BPE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("architecture", self.architecture in ("bart", "marian", "t5"), "bart, marian or t5")
+        for name in ("train", "dev", "test"):
+            self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
+        self.require_at_least(4, "vocabulary")
+
+
+def train_bpe(texts: Any, size: int) -> PreTrainedTokenizerFast:
+    """A BPE of all texts; ``▁`` marks the beginnings of words, as SentencePiece does."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<pad>", "</s>", "<unk>"], show_progress=False, min_frequency=2
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return seq2seq_tokenizer(tokenizer)
+
+
+def seq2seq_tokenizer(tokenizer: Tokenizer, special: list[str] | None = None) -> PreTrainedTokenizerFast:
+    """For Transformers, with ``<pad>``, ``</s>``, ``<unk>`` as tokens 0, 1, 2; every text ends in ``</s>``."""
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        **({"additional_special_tokens": special} if special else {}),
+    )
+
+
+def build_seq2seq(
+    settings: ShapeSettings, vocabulary: int, longest: int, architecture: str = "bart", **config: Any
+) -> Any:
+    """An encoder-decoder in the shape of a known family.
+
+    Args:
+        settings: width, layers, heads, dropout.
+        vocabulary: number of tokens.
+        longest: tokens that it reads or writes at most.
+        architecture: bart, marian or t5.
+        config: what is to be different.
+    """
+    width, layers, heads = settings.width, settings.layers, settings.heads
+    shared = {"vocab_size": vocabulary, "d_model": width, "pad_token_id": 0, "eos_token_id": 1}
+    shared["decoder_start_token_id"] = 0
+    if architecture == "t5":
+        shape: Any = T5Config(
+            d_ff=4 * width,
+            d_kv=width // heads,
+            num_layers=layers,
+            num_decoder_layers=layers,
+            num_heads=heads,
+            dropout_rate=settings.dropout,
+            **{**shared, **config},
+        )
+    else:
+        shared |= {f"{side}_layers": layers for side in ("encoder", "decoder")}
+        shared |= {f"{side}_attention_heads": heads for side in ("encoder", "decoder")}
+        shared |= {f"{side}_ffn_dim": 4 * width for side in ("encoder", "decoder")}
+        shared |= {"max_position_embeddings": longest + 8, "bos_token_id": 1, "forced_eos_token_id": None}
+        kind = BartConfig if architecture == "bart" else MarianConfig
+        shape = kind(dropout=settings.dropout, scale_embedding=True, **{**shared, **config})
+    return write_at_most(AutoModelForSeq2SeqLM.from_config(shape), longest)
+
+
+def write_at_most(model: Any, tokens: int) -> Any:
+    """A model that generates so many tokens where nobody says otherwise; pretrained ones would stop after 20."""
+    model.generation_config.max_length, model.generation_config.max_new_tokens = None, tokens
+    return model

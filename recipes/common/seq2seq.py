@@ -1,0 +1,67 @@
+"""What models from text to text have in common: examples, generated texts and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sacrebleu
+from accelerate.utils import gather_object
+from tqdm.auto import tqdm
+
+from common.batches import Batches
+from common.run import Run
+
+Pairs = list[tuple[str, str]]
+
+
+def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[str, list[int]]], int]:
+    """Token ids of pairs, and how many were left out because a side is too long."""
+    sources = tokenizer([source for source, _ in pairs])["input_ids"]
+    targets = tokenizer(text_target=[target for _, target in pairs])["input_ids"]
+    both = zip(sources, targets, strict=True)
+    examples = [{"input_ids": s, "labels": t} for s, t in both if max(len(s), len(t)) <= longest]
+    return examples, len(pairs) - len(examples)
+
+
+def generate(
+    model: Any, sources: Sequence[list[int]], tokenizer: Any, run: Run, size: int, **options: Any
+) -> list[str]:
+    """What ``generate()`` makes of token ids, in their order, on all processes.
+
+    Args:
+        model: perhaps prepared for the processes.
+        sources: token ids of each text.
+        tokenizer: decodes, without special tokens.
+        run: its processes share the work.
+        size: texts in a batch.
+        options: of ``generate()``.
+    """
+    plain = run.accelerator.unwrap_model(model)
+
+    def collate(part: list[tuple[int, list[int]]]) -> dict[str, Any]:
+        inputs = tokenizer.pad({"input_ids": [ids for _, ids in part]}, return_tensors="pt")
+        return {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"rows": [row for row, _ in part]}
+
+    batches = Batches(list(enumerate(sources)), collate, lambda example: len(example[1]), run.accelerator, size)
+    found: list[tuple[int, str]] = []
+    for batch in tqdm(list(batches.in_order()), disable=not run.main, mininterval=5, unit="batch"):
+        rows = batch.pop("rows")
+        output = plain.generate(**batch, **options)
+        found += zip(rows, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
+    return [text for _, text in sorted(gather_object(found))]
+
+
+def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> list[str]:
+    """Translations of the sources, of at most ``longest`` tokens; sources that are longer are cut, none is left out."""
+    sources = tokenizer([source for source, _ in pairs], truncation=True, max_length=longest)["input_ids"]
+    return generate(model, sources, tokenizer, run, 64, num_beams=beams, max_new_tokens=longest)
+
+
+def bleu_and_chrf(hypotheses: list[str], pairs: Pairs) -> dict[str, float]:
+    """See sacrebleu for their signatures."""
+    references = [[target for _, target in pairs]]
+    return {
+        "bleu": sacrebleu.corpus_bleu(hypotheses, references).score,
+        "chrf": sacrebleu.corpus_chrf(hypotheses, references).score,
+    }
