@@ -163,13 +163,13 @@ def test_adapters_carry_alphas(place, tmp_path, kind):
     assert "adapter_config.json" in files and "model.safetensors" not in files
     auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
     model = convert.load_student(settings(place, "x", kind, lora_rank=2), tmp_path / "run" / "model", auto)
-    values = torch.cat([site.flatten() for site in alphas(convert.inner(model)).values()])
+    values = torch.cat([site.flatten() for site in alphas(convert.base_model(model)).values()])
     last = rows(tmp_path / "run" / "curve.csv")[-1]
     assert values.mean().item() == pytest.approx(float(last["alpha_mean"]), abs=1e-5)
     assert values.std() > 1e-4 and 1.1 < values.mean() < 1.9
     # Nothing of the base was trained.
     base = auto.from_pretrained(place / kind / "model").state_dict()
-    held = convert.inner(model).state_dict()
+    held = convert.base_model(model).state_dict()
     names = [name for name in base if name in held]
     assert len(names) > 5 and all(torch.equal(base[name], held[name]) for name in names)
 

@@ -76,6 +76,31 @@ def test_inflection(rows):
     assert "there is only one possible answer*: 51.0 % with a beam of 20." in text
 
 
+def test_models_that_learned_longer_speak_once_there_are_as_many(rows):
+    def longer(attention, output, *accuracies, **shares):
+        command = "python recipes/inflection.py --seed 0 --epochs 72"
+        return [inflection(attention, output, accuracy, **shares) | {"command": command} for accuracy in accuracies]
+
+    usual = [inflection("1.5", "1.5", 65.0, exhaustive=40.0, single=20.0) for _ in range(3)]
+    rows("inflection", *usual)
+    rows("inflection_epochs", *longer("1.5", "1.5", 73.0, exhaustive=71.0, single=45.0))
+    known, _ = claims.certainty(rows.read)
+    assert known.here == "40.0 %" and known.tried == "71.0 % after 72 epochs instead of 24"
+    rows(
+        "inflection_epochs",
+        *longer("1.5", "1.5", 73.0, 74.0, 75.0, exhaustive=80.0, single=45.0),
+        *longer("softmax", "1.0", 70.0, 71.0, 72.0),
+        {**inflection("1.5", "1.5", 76.0, ensemble="3"), "command": "python recipes/inflection.py --ensemble a b c"},
+    )
+    known, only = claims.certainty(rows.read)
+    assert (known.here, known.verdict, known.tried) == ("80.0 % after 72 epochs", "found", "")
+    assert only.verdict == "not found: fewer"
+    (both,) = claims.morphology(rows.read)
+    assert both.claim.endswith("better than softmax (after 72 epochs)") and both.verdict == "found"
+    text = render("results.md.j2", rows.read.folder)
+    assert "After 72 epochs:" in text and "| 1.5 / 1.5 | 74.00 ± 1.00 | 3 | 76.00 |" in text
+
+
 def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
     def row(attention, *js):
         return {"attention": attention, "output_alpha": "1.0", "bleu": 30.0, "output_support": 9,
