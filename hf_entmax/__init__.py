@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from hf_entmax.ops.backends import available_backends
+    from hf_entmax.training.calibration import calibrate_alphas
 
 _LAZY = {
     "EntmaxConfig": "hf_entmax.config",
     "available_backends": "hf_entmax.ops.backends",
+    "calibrate_alphas": "hf_entmax.training.calibration",
     "unpatched_softmax": "hf_entmax.integration.discovery",
     **dict.fromkeys(
         [
@@ -57,6 +59,7 @@ __all__ = [
     "alphas",
     "analysis",
     "available_backends",
+    "calibrate_alphas",
     "entmax_config",
     "generation",
     "is_patched",

@@ -27,7 +27,7 @@ class LearnedAlpha(nn.Module):
     def __init__(
         self,
         num_heads: int,
-        init: float | str = 1.1,
+        init: float | str = 1.01,
         bounds: tuple[float, float] = (1.0, 2.0),
         *,
         shared: bool = False,

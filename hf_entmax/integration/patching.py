@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig, Site, config_from
 from hf_entmax.integration import attach as attaching
-from hf_entmax.integration.config_hook import CONFIG_KEY
+from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
@@ -114,8 +114,9 @@ def unpatch_model(model: ModelT) -> ModelT:
     configs = _patched_configs(model)
     attaching.detach(model)
     for model_config in configs:
-        if hasattr(model_config, CONFIG_KEY):
-            delattr(model_config, CONFIG_KEY)
+        for key in (CONFIG_KEY, CALIBRATION_KEY):
+            if hasattr(model_config, key):
+                delattr(model_config, key)
     if previous is None:  # loaded from a checkpoint: back to what Transformers would have chosen
         previous = [(c, model.get_correct_attn_implementation(None)) for c in configs]
     for model_config, implementation in previous:

@@ -1,13 +1,15 @@
-"""Training patched models: parameter groups, callbacks, schedules, losses, distillation, density targets."""
+"""Training patched models: parameter groups, callbacks, calibration, schedules, losses, distillation, density targets."""
 
+from hf_entmax.training.calibration import Calibration, calibrate_alphas
 from hf_entmax.training.callbacks import AlphaLoggingCallback, AlphaScheduleCallback
-from hf_entmax.training.density import DensityTarget, attention_density, soft_density
+from hf_entmax.training.density import DensityTarget, LossBudget, attention_density, soft_density
 from hf_entmax.training.distillation import (
     attention_distillation,
     attention_pairs,
     logit_distillation,
     record_attention,
 )
+from hf_entmax.training.loss_budget import LossBudgetCallback
 from hf_entmax.training.losses import SmoothedEntmaxLoss
 from hf_entmax.training.parameters import alpha_parameter_groups
 from hf_entmax.training.schedules import AlphaSchedule
@@ -16,12 +18,16 @@ __all__ = [
     "AlphaLoggingCallback",
     "AlphaSchedule",
     "AlphaScheduleCallback",
+    "Calibration",
     "DensityTarget",
+    "LossBudget",
+    "LossBudgetCallback",
     "SmoothedEntmaxLoss",
     "alpha_parameter_groups",
     "attention_density",
     "attention_distillation",
     "attention_pairs",
+    "calibrate_alphas",
     "logit_distillation",
     "record_attention",
     "soft_density",

@@ -1,0 +1,393 @@
+"""How sparse may each head be without training a weight? Alphas as high as a budget on the loss allows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_entmax.batches.prepare import prepare_batch
+from hf_entmax.integration.config_hook import CALIBRATION_KEY
+from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.observe import AttentionCall, observe_attention
+from hf_entmax.integration.patching import alphas, softmax_attention
+from hf_entmax.training.density import LossBudget
+from hf_entmax.training.distillation import Recorded, attention_pairs
+from hf_entmax.training.sensitivity import AlphaVector, Loss, Sensitivity, measure_sensitivity
+
+#: How often each of the two searches along a line may measure the loss of all batches.
+_TRIALS = 5
+#: Where step 2 starts with heads that the choice left at softmax: alpha 1.01 in the usual range.
+_START = math.log(0.01 / 0.99)
+
+
+@dataclasses.dataclass
+class Calibration:
+    """What `calibrate_alphas` found. ``rich.print(result)`` shows every head.
+
+    Attributes:
+        loss_before: mean loss with softmax attention, nats per token.
+        loss_after: the same with the alphas found.
+        max_loss_increase: the budget, nats per token.
+        alphas: site -> float32 ``[layers, heads]``; attention that was left alone shows as 1.
+        density: site -> float32 ``[layers, heads]``, share of the possible weights that are not zero, on the same batches.
+        tokens: how many labels were predicted in one pass over the batches.
+    """
+
+    loss_before: float
+    loss_after: float
+    max_loss_increase: float
+    alphas: dict[str, Tensor]
+    density: dict[str, Tensor]
+    tokens: int
+
+    @property
+    def mean_density(self) -> float:
+        """Mean over all heads of the model."""
+        return float(torch.cat([values.flatten() for values in self.density.values()]).nanmean())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only: what is saved with the model, as ``model.config.entmax_calibration``."""
+        plain = lambda table: {site: [[round(x, 4) for x in row] for row in v.tolist()] for site, v in table.items()}  # noqa: E731
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"alphas": plain(self.alphas), "density": plain(self.density)}
+
+    def __str__(self) -> str:
+        rise = self.loss_after - self.loss_before
+        return (
+            f"{1 - self.mean_density:.1%} of the attention weights are exactly zero (mean over heads) at {rise:+.4f} nats per "
+            f"token ({self.loss_before:.4f} -> {self.loss_after:.4f}, allowed {self.max_loss_increase:+.4f}, {self.tokens} tokens)"
+        )
+
+    def __rich__(self) -> Table:
+        table = Table(title=str(self), caption="per head: alpha, share of weights that are not zero")
+        width = max(values.shape[1] for values in self.alphas.values())
+        for name in ("site", "layer", *(f"head {head}" for head in range(width))):
+            table.add_column(name, justify="right")
+        for site, rows in self.alphas.items():
+            for layer, (values, density) in enumerate(zip(rows.tolist(), self.density[site].tolist(), strict=True)):
+                cells = [f"{a:.3f} {d:4.0%}" if a == a else "" for a, d in zip(values, density, strict=True)]
+                table.add_row(site, str(layer), *cells)
+        return table
+
+
+def calibrate_alphas(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Any]],
+    max_loss_increase: float = 0.01,
+    *,
+    loss: Loss | None = None,
+    steps: int = 40,
+    learning_rate: float = 0.15,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    r"""Set the learned alphas of a patched model as high as a budget on the loss allows; no weight is trained.
+
+        min_a  mean_h density_h(a)      subject to      loss(a) - loss(softmax) <= max_loss_increase
+
+    1. One forward and backward pass per batch near softmax estimates what each head alone would cost and gain at each of a
+       few alphas (`hf_entmax.training.sensitivity`). The alphas with the fewest nonzero weights at a given sum of estimated
+       costs are chosen, and that sum is moved until the measured loss just fits.
+    2. Gradient steps on all alphas together, the loss of one batch each, let heads trade the budget among them.
+    3. What step 2 found is drawn back towards step 1 until the loss over all batches is measured to be within the budget.
+
+    A few thousand tokens of the kind of text that the model is for are enough; too few, and the loss of other text may rise
+    by more than the budget. The result is also kept in ``model.config.entmax_calibration`` and saved with the model.
+
+    Args:
+        model: patched with learned alphas, the weights of which are those of the softmax model: causal, masked,
+            encoder-decoder, or any other whose output has a loss.
+        batches: dicts of tensors as a data collator returns them, with labels. They are held in memory; the attention
+            weights of one batch are held for all layers at once.
+        max_loss_increase: at least 0, nats per token over the same model with softmax attention. 0.01 is 1 % of perplexity.
+        loss: ``loss(model, batch) -> scalar`` in the place of the model's own, e.g. for an encoder without a head; its
+            mean over the batches, weighted by their rows, is then what the budget is on.
+        steps: of 2., at least 0.
+        learning_rate: of Adam in 2., above 0; it falls to 0 on a cosine.
+        progress: called with a line of text now and then, e.g. ``print``.
+
+    Returns:
+        The losses measured, and alpha and density of every head.
+
+    Raises:
+        TypeError: if ``model`` is not a ``PreTrainedModel`` or a batch is no mapping.
+        ValueError: if an argument is out of range, the model has no learned alphas, there is nothing to predict in the
+            batches or a token is not in the vocabulary, the loss is not finite with softmax, or not even the lowest alphas
+            meet the budget. The model is then as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"calibrate_alphas needs a transformers.PreTrainedModel, not {type(model).__name__}. Give it the model inside."
+        )
+    _check_arguments(max_loss_increase, steps, learning_rate)
+    vector = AlphaVector(model)
+    task = _Task(model, batches, loss, vector)
+    say = progress or (lambda line: None)
+    start = vector.get()
+    done = False
+    with _only(model, vector):
+        try:
+            before, _ = task.measure_softmax()
+            sensitivity = measure_sensitivity(model, task.batches, task.counts, task.loss, vector)
+            say(f"softmax: {before:.4f} nats per token")
+            search = _Search(task, vector, before, float(max_loss_increase), say)
+            price = search.choose(sensitivity)
+            search.refine(sensitivity, price, steps, learning_rate)
+            vector.set_(search.best)
+            found = Calibration(
+                before, search.loss, float(max_loss_increase), alphas(model), search.density, task.tokens
+            )
+            done = True
+        finally:
+            if not done:
+                vector.set_(start)
+    setattr(model.config, CALIBRATION_KEY, found.to_dict())
+    return found
+
+
+def _check_arguments(budget: float, steps: int, learning_rate: float) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0.0 <= budget < math.inf:
+        raise ValueError(f"max_loss_increase={budget!r} is not allowed: give nats per token, a number of at least 0.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps={steps!r} is not allowed: give a whole number of at least 0.")
+    if not 0.0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate={learning_rate!r} is not allowed: give a number above 0.")
+
+
+@contextlib.contextmanager
+def _only(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
+    """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    own = {id(parameter) for parameter in vector.parameters}
+    try:
+        model.eval()
+        for parameter, _ in wanted:
+            parameter.requires_grad_(id(parameter) in own)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, flag in wanted:
+            parameter.requires_grad_(flag)
+
+
+class _Task:
+    """The batches, their loss, and how both are measured."""
+
+    def __init__(
+        self, model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], loss: Loss | None, vector: AlphaVector
+    ) -> None:
+        self.model, self.own_loss, self.vector = model, loss, vector
+        device = next(model.parameters()).device
+        sites = {site.site for site in attention_sites(model)}
+        self.causal = sites == {"decoder_self"}
+        self.batches: list[dict[str, Any]] = []
+        self.counts: list[int] = []
+        self._pairs: dict[tuple[int, str, torch.Size], Tensor] = {}
+        for batch in batches:
+            info = prepare_batch(model, batch)  # names what the model cannot read
+            count = info.size if loss is not None else self._labels(batch)
+            if count:
+                self.batches.append({k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+                self.counts.append(count)
+        self.tokens = sum(self.counts)
+        if not self.tokens:
+            raise ValueError(
+                "batches hold nothing to predict: give at least one batch with labels other than -100 (causal models predict "
+                "each token but the first)."
+            )
+
+    def _labels(self, batch: Mapping[str, Any]) -> int:
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor):
+            raise ValueError(
+                f"a batch has no labels (it has {sorted(map(str, batch))}): add them, e.g. by a data collator, or give "
+                "calibrate_alphas loss=, a function of model and batch."
+            )
+        if labels.is_floating_point() or labels.ndim < 2:
+            return len(labels)
+        return int(((labels[..., 1:] if self.causal else labels) != -100).sum())
+
+    def loss(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+        """Mean loss of a batch, in the autograd graph of the alphas."""
+        if self.own_loss is not None:
+            return self.own_loss(model, batch)
+        value = model(**batch).loss
+        if value is None:
+            raise ValueError(
+                f"{type(model).__name__} returns no loss: give calibrate_alphas loss=, a function of model and batch."
+            )
+        return value
+
+    def mean(self, values: list[float]) -> float:
+        """Over all tokens."""
+        return sum(value * count for value, count in zip(values, self.counts, strict=True)) / self.tokens
+
+    @torch.no_grad()
+    def measure_softmax(self) -> tuple[float, list[float]]:
+        """The loss to compare with: of all batches, and of each, which is kept."""
+        with softmax_attention(self.model):
+            self.reference = [float(self.loss(self.model, batch)) for batch in self.batches]
+        mean = self.mean(self.reference)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the loss of this model with softmax attention is {mean}: there is nothing to compare with."
+            )
+        return mean, self.reference
+
+    @torch.no_grad()
+    def measure(self, values: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """Loss of all batches and density ``[layers, heads]`` with these values of ``a``."""
+        self.vector.set_(values)
+        sums: dict[str, Tensor] = {}
+        sites = {site.name: site for site in attention_sites(self.model)}
+        losses = []
+        for index, batch in enumerate(self.batches):
+
+            def look(call: AttentionCall, index: int = index, batch: dict[str, Any] = batch) -> None:
+                site, weights = call.site, call.weights
+                key = (index, site.site, weights.shape[-2:])
+                if key not in self._pairs:
+                    record = Recorded({site.name: weights}, {site.name: site})
+                    self._pairs[key] = attention_pairs(self.model, batch, record)[site.name]
+                pairs = self._pairs[key]
+                kept = ((weights > 0) & pairs[:, None]).sum((0, 2, 3)).double().cpu()
+                total = pairs.sum().double().cpu()
+                sums[site.name] = sums.get(site.name, 0.0) + torch.stack([kept, total.expand_as(kept)])
+
+            with observe_attention(self.model, look):
+                losses.append(float(self.loss(self.model, batch)))
+        rows: dict[str, list[Tensor]] = {}
+        for name, (kept, total) in sums.items():
+            rows.setdefault(sites[name].site, []).append((kept / total).float())
+        width = lambda own: max(len(row) for row in own)  # noqa: E731
+        pad = lambda row, size: torch.nn.functional.pad(row, (0, size - len(row)), value=math.nan)  # noqa: E731
+        return self.mean(losses), {
+            site: torch.stack([pad(row, width(own)) for row in own]) for site, own in rows.items()
+        }
+
+
+class _Search:
+    """The best values of ``a`` so far: the fewest nonzero weights among those measured to be within the budget."""
+
+    def __init__(
+        self, task: _Task, vector: AlphaVector, before: float, budget: float, say: Callable[[str], None]
+    ) -> None:
+        self.task, self.vector, self.before, self.budget, self.say = task, vector, before, budget, say
+        self.best: Tensor = torch.full_like(vector.get(), vector.bottom)
+        rise = self.try_(self.best, "lowest alphas")
+        # Not even float32 repeats a loss exactly when its sums are taken in another order.
+        if not self.fits and rise <= budget + 1e-6 * max(1.0, abs(before)):
+            self.accept(self.best)
+        if not self.fits:
+            raise ValueError(
+                f"max_loss_increase={budget} cannot be met: with all alphas at the lowest of alpha_range the loss is already "
+                f"{rise:+.4g} above that of softmax ({before:.4f}). The model is left as it was. Allow more, or patch with a "
+                "lower alpha_range."
+            )
+
+    fits = False
+
+    def accept(self, values: Tensor) -> None:
+        """Keep what was measured last."""
+        self.best, self.loss, self.density, self.fits = values, self._loss, self._density, True
+
+    @property
+    def zeros(self) -> float:
+        """Share of zero weights, of the best."""
+        return _zeros(self.density)
+
+    def try_(self, values: Tensor, name: str) -> float:
+        """Measure, keep if better; returns how much the loss rises."""
+        self._loss, self._density = self.task.measure(values)
+        rise = self._loss - self.before
+        fits = rise <= self.budget
+        if fits and (not self.fits or _zeros(self._density) > self.zeros):
+            self.accept(values)
+        self.say(
+            f"{name}: {_zeros(self._density):.1%} zeros at {rise:+.4f} nats per token{'' if fits else ', too much'}"
+        )
+        return rise if math.isfinite(rise) else math.inf
+
+    def choose(self, sensitivity: Sensitivity) -> float:
+        """The sum of estimated costs, moved until the loss fits; returns the price of a density of 1 there, in nats."""
+        good, bad, price = 0.0, math.inf, 0.0
+        guess = max(self.budget, 1e-3)
+        values, price_here = sensitivity.choose(guess)
+        for _ in range(_TRIALS):
+            rise = self.try_(values, f"estimated cost {guess:.4f}")
+            fits = rise <= self.budget
+            if fits:
+                good, price = guess, price_here
+            else:
+                bad = guess
+            # Nearby sums of estimated costs may come to the same choice: they need no measurement.
+            previous = values
+            for _ in range(20):
+                if fits and bad == math.inf:
+                    guess *= min(4.0, max(1.5, self.budget / rise if rise > 0 else 4.0))
+                else:
+                    guess = math.sqrt(good * bad) if good else guess * max(0.1, min(0.7, self.budget / rise))
+                values, price_here = sensitivity.choose(guess)
+                if not values.equal(previous):
+                    break
+                good, bad = (guess, bad) if fits else (good, guess)
+            if bad < 1.1 * good or values.equal(previous):
+                break
+        if not good:  # the estimates were of no use: as far towards the last choice as the loss allows
+            self._draw_back(self.best, values)
+        return price or price_here
+
+    def refine(self, sensitivity: Sensitivity, price: float, steps: int, learning_rate: float) -> None:
+        """Adam on ``a``: loss + price * mean density, the price moved so that the budget is just used."""
+        if not steps:
+            return
+        origin = self.best
+        # From the very bottom no step would lead up within this search: the slope of alpha in `a` is almost 0 there.
+        values = origin.clamp(min=_START).requires_grad_(True)
+        optimizer = torch.optim.Adam([values], lr=learning_rate)
+        constraint = LossBudget(self.budget, rate=0.1, start=max(price, 1e-6))
+        for step in range(steps):
+            index = step % len(self.task.batches)
+            optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
+            self.vector.set_(values.detach())
+            loss = self.task.loss(self.task.model, self.task.batches[index])
+            gradients = torch.autograd.grad(loss, self.vector.parameters, allow_unused=True)
+            slope_of_loss = self.vector.flat(gradients)
+            density = sensitivity.mean_density(values)
+            slope = torch.autograd.grad(density, values)[0]
+            if not bool(slope_of_loss.isfinite().all()):
+                break
+            values.grad = slope_of_loss + constraint.multiplier * slope
+            optimizer.step()
+            with torch.no_grad():
+                values.clamp_(self.vector.bottom, self.vector.top)
+            rise = float(loss.detach()) - self.task.reference[index]
+            constraint.update(rise)
+            if step % 10 == 9:
+                self.say(f"step {step + 1}: {1 - float(density):.1%} zeros expected at {rise:+.4f} in one batch")
+        self._draw_back(origin, values.detach())
+
+    def _draw_back(self, origin: Tensor, reached: Tensor) -> None:
+        low, high = 0.0, 1.0
+        share = 1.0
+        for _ in range(_TRIALS):
+            if self.try_(origin + share * (reached - origin), f"{share:.0%} of the way") <= self.budget:
+                low = share
+            else:
+                high = share
+            if low == 1.0:
+                return
+            share = (low + high) / 2
+
+
+def _zeros(density: dict[str, Tensor]) -> float:
+    return 1.0 - float(torch.cat([values.flatten() for values in density.values()]).nanmean())

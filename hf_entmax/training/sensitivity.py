@@ -1,0 +1,196 @@
+"""What a higher alpha would cost and gain in each head, estimated for all heads and several alphas from one backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_entmax.alpha import LearnedAlpha, TiedAlpha
+from hf_entmax.integration.attach import heads_of
+from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.patching import entmax_config
+from hf_entmax.ops import entmax
+from hf_entmax.training.distillation import attention_pairs, record_attention
+
+#: Places in the range of alpha (0 its lower end, 1 its upper) at which every head is tried; the first stands for softmax.
+SHARES = (1e-6, 0.01, 0.02, 0.035, 0.05, 0.065, 0.08, 0.1, 0.12, 0.15, 0.19, 0.25, 0.35, 0.5, 0.7, 0.9, 0.9999)
+#: Queries of a sequence whose rows are tried at every alpha: more would take longer and only smooth the estimate.
+ROWS = 64
+
+Loss = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
+
+
+class AlphaVector:
+    """All learned alphas of a model as one vector ``a`` (``alpha = lo + (hi - lo) sigmoid(a)``), and which heads use which.
+
+    Attributes:
+        places: name of an attention module -> where in the vector its heads are, long ``[heads]``.
+        bottom: value of ``a`` at the first of `SHARES`.
+        top: and at the last.
+
+    Raises:
+        ValueError: if the model is not patched or learns no alpha.
+    """
+
+    bottom, top = (math.log(share / (1 - share)) for share in (SHARES[0], SHARES[-1]))
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = entmax_config(model)
+        if config.mapping != "entmax" or config.alpha != "learned":
+            raise ValueError(
+                f"This model has mapping={config.mapping!r} and alpha={config.alpha!r}; learned alphas are needed: patch it "
+                "with hf_entmax.patch_model(model)."
+            )
+        lo, hi = config.alpha_range
+        self.grid = [lo + (hi - lo) * share for share in SHARES]
+        self.parameters: list[nn.Parameter] = []
+        self.places: dict[str, Tensor] = {}
+        first: dict[int, int] = {}
+        for site in attention_sites(model):
+            heads = heads_of(site)
+            owner = heads.owner if isinstance(heads, TiedAlpha) else heads
+            if not isinstance(owner, LearnedAlpha):
+                continue  # left alone
+            if id(owner) not in first:
+                first[id(owner)] = sum(len(a) for a in self.parameters)
+                self.parameters.append(owner.a)
+            each = torch.arange(site.num_heads)
+            self.places[site.name] = first[id(owner)] + (each if len(owner.a) == site.num_heads else 0 * each)
+
+    def __len__(self) -> int:
+        return sum(len(a) for a in self.parameters)
+
+    def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of `parameters` as one vector, float64 ``[N]`` on the CPU; 0 where there is none."""
+        known = [torch.zeros_like(a) if g is None else g for a, g in zip(self.parameters, gradients, strict=True)]
+        return torch.cat([g.detach().double().cpu() for g in known])
+
+    def get(self) -> Tensor:
+        """A copy of ``a``, float64 ``[N]`` on the CPU."""
+        return torch.cat([a.detach().double().cpu() for a in self.parameters])
+
+    @torch.no_grad()
+    def set_(self, values: Tensor) -> None:
+        """Set ``a`` from ``[N]``."""
+        for a, part in zip(self.parameters, values.split([len(a) for a in self.parameters]), strict=True):
+            a.copy_(part)
+
+
+@dataclasses.dataclass
+class Sensitivity:
+    """What each alpha of a grid would do to a head, all others left near softmax.
+
+    Attributes:
+        density: ``[N, K]`` share of nonzero weights.
+        cost: ``[N, K]`` estimated rise of the loss, nats per token.
+        heads: ``[N]`` how many heads use each of the N numbers.
+    """
+
+    density: Tensor
+    cost: Tensor
+    heads: Tensor
+
+    def choose(self, budget: float) -> tuple[Tensor, float]:
+        """The fewest nonzero weights whose estimated costs add up to ``budget`` at most, by a common price.
+
+        Returns:
+            Values of ``a`` ``[N]``, and the price: nats per token paid for a mean density of 1.
+        """
+        gain = (1.0 - self.density) * (self.heads / self.heads.sum())[:, None]
+        low, high = -30.0, 30.0  # logarithm of the price
+        for _ in range(60):
+            middle = (low + high) / 2
+            picked = (math.exp(middle) * gain - self.cost).argmax(1, keepdim=True)
+            low, high = (low, middle) if float(self.cost.gather(1, picked).sum()) > budget else (middle, high)
+        picked = (math.exp(low) * gain - self.cost).argmax(1)
+        return _GRID[picked], math.exp(low)
+
+    def mean_density(self, values: Tensor) -> Tensor:
+        """Mean over heads of the density at ``a`` ``[N]``, differentiable: straight lines between the grid's places."""
+        place = torch.searchsorted(_GRID, values.detach().clamp(_GRID[0], _GRID[-1])).clamp(1, len(_GRID) - 1)
+        left, right = _GRID[place - 1], _GRID[place]
+        at = lambda index: self.density.gather(1, index[:, None])[:, 0]  # noqa: E731
+        line = at(place - 1) + (at(place) - at(place - 1)) * (values - left) / (right - left)
+        return (line * self.heads).sum() / self.heads.sum()
+
+
+_GRID = torch.tensor(SHARES, dtype=torch.float64).logit()
+
+
+def measure_sensitivity(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Any]],
+    counts: Sequence[int],
+    loss: Loss,
+    vector: AlphaVector,
+) -> Sensitivity:
+    r"""Density and estimated cost of every head at every alpha of the grid.
+
+    With the weights ``p`` near softmax, those ``q`` at an alpha, and ``G`` the gradient of the summed loss in the weights,
+    ``s_i = sum_j G_ij (q_ij - p_ij)`` is what changing row ``i`` does to the loss, to first order. Its second moment is the
+    Gauss-Newton estimate of the curvature,
+
+        cost = 1/2 sum_i s_i^2 / #tokens
+
+    The sum of the ``s_i`` themselves is left out: over a few thousand tokens it is noise, and choosing heads by it would
+    choose those that it flatters. From the weights of alpha = 1 + u the scores follow as ``(p^u - 1) / u``, up to a constant
+    in each row, so that no alpha of the grid needs a pass of its own.
+
+    Args:
+        model: patched; only its alphas take gradients, and it is in evaluation mode.
+        batches: what the model is called with.
+        counts: labels in each.
+        loss: of a batch, mean over its labels.
+        vector: of the model. Its values are changed.
+    """
+    total, places_of = len(vector), vector.places
+    kept, second = (torch.zeros(total, len(SHARES), dtype=torch.float64) for _ in range(2))
+    possible, heads = (torch.zeros(total, dtype=torch.float64) for _ in range(2))
+    for places in places_of.values():
+        heads.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
+    vector.set_(torch.full((total,), vector.bottom, dtype=torch.float64))
+    for batch, count in zip(batches, counts, strict=True):
+        with record_attention(model) as seen:
+            value = loss(model, batch) * count
+        names = [name for name, site in seen.sites.items() if site.name in places_of]
+        gradients = torch.autograd.grad(value, [seen.weights[name] for name in names], allow_unused=True)
+        pairs = attention_pairs(model, batch, seen)
+        for name, gradient in zip(names, gradients, strict=True):
+            weights, places = seen.weights.pop(name).detach(), places_of[seen.sites[name].name]
+            step = max(1, weights.shape[2] // ROWS)
+            allowed = pairs[name][:, None, ::step]
+            tried = _try_rows(
+                weights[:, :, ::step], gradient if gradient is None else gradient[:, :, ::step], allowed, vector
+            )
+            possible.index_add_(0, places, allowed.sum().double().cpu().expand(len(places)))
+            kept.index_add_(0, places, tried[0].cpu())
+            second.index_add_(0, places, tried[1].cpu() * step)
+    # A module that never ran, or rows without a key: nothing to gain there.
+    density = torch.where(possible[:, None] > 0, kept / possible.clamp(min=1)[:, None], 1.0)
+    second = second.cummax(1).values  # what sharpens a row more does not matter less
+    return Sensitivity(density, 0.5 * second / sum(counts), heads)
+
+
+@torch.no_grad()
+def _try_rows(weights: Tensor, gradient: Tensor | None, allowed: Tensor, vector: AlphaVector) -> tuple[Tensor, Tensor]:
+    """Nonzero weights and sums of ``s_i^2`` at every alpha of the grid, ``[H, K]`` each."""
+    p = weights.float()
+    inside = p > 0
+    u = vector.grid[0] - 1.0
+    powers = torch.where(inside, p, 1.0).log()
+    scores = torch.where(inside, torch.expm1(u * powers) / u if u else powers, -math.inf)
+    blind = ~inside.any(-1, keepdim=True)  # a query without a key
+    scores = scores.masked_fill(blind, 0.0)
+    kept, second = [], []
+    for index, alpha in enumerate(vector.grid):
+        q = p if index == 0 else entmax(scores, alpha, -1).masked_fill(blind, 0.0)
+        kept.append(((q > 0) & allowed).sum((0, 2, 3)).double())
+        change = (q - p) * gradient.float() if gradient is not None else torch.zeros_like(p)
+        second.append(change.sum(-1).double().square().sum((0, 2)))
+    return torch.stack(kept, -1), torch.stack(second, -1)

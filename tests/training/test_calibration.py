@@ -1,0 +1,224 @@
+"""Alphas as high as a budget on the loss allows, without training a weight."""
+
+import io
+import math
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+from rich.console import Console
+
+import hf_entmax
+from hf_entmax import alphas, calibrate_alphas, patch_model, softmax_attention, unpatch_model
+from hf_entmax.training.sensitivity import SHARES, AlphaVector, measure_sensitivity
+
+FAMILIES = {"llama": "decoder_self", "t5": "encoder_self", "bert": "encoder_self"}
+
+
+def _batches(family, seeds=(0, 1)):
+    return [tiny.inputs(family, labels=True, seed=seed) for seed in seeds]
+
+
+def _sharp(family):
+    """Random weights with scores that differ, so that alpha matters."""
+    model = tiny.build(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.", "query", "key")):
+                parameter.mul_(1.5)
+    return model
+
+
+def _mean(model, batches):
+    """By the definition: every label counts the same."""
+    model.eval()
+    total = count = 0
+    causal = not model.config.is_encoder_decoder and model.config.model_type != "bert"
+    for batch in batches:
+        with torch.no_grad():
+            output = model(**batch)
+        labels = batch["labels"][:, 1:] if causal else batch["labels"]
+        logits = output.logits[:, :-1] if causal else output.logits
+        kept = labels != -100
+        total += float(torch.nn.functional.cross_entropy(logits[kept].float(), labels[kept], reduction="sum"))
+        count += int(kept.sum())
+    return total / count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [0.0, 0.02])
+def test_the_budget_holds_and_only_alphas_move(family, budget):
+    model = patch_model(_sharp(family)).train()
+    batches = _batches(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    result = calibrate_alphas(model, batches, budget, steps=4)
+    assert model.training and flags == {name: p.requires_grad for name, p in model.named_parameters()}
+    after = model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("entmax_norm" in name for name in moved)
+    assert all(torch.equal(result.alphas[site], values) for site, values in alphas(model).items())
+    with softmax_attention(model):
+        assert result.loss_before == pytest.approx(_mean(model, batches), abs=1e-5)
+    assert result.loss_after == pytest.approx(_mean(model, batches), abs=1e-5)
+    assert result.loss_after - result.loss_before <= budget + 1e-6 * result.loss_before
+    if budget:
+        assert result.mean_density < 0.9 and float(torch.cat([a.flatten() for a in result.alphas.values()]).max()) > 1.1
+
+
+def test_density_is_what_the_model_shows():
+    model = patch_model(_sharp("llama"))
+    batches = _batches("llama", seeds=(0,))
+    result = calibrate_alphas(model, batches, 0.05, steps=0)
+    with torch.no_grad():
+        weights = model.eval()(**batches[0], output_attentions=True).attentions
+    mask = batches[0]["attention_mask"].bool()
+    pairs = mask[:, :, None] & mask[:, None, :] & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
+    expected = [((w > 0) & pairs[:, None]).sum((0, 2, 3)) / pairs.sum() for w in weights]
+    assert torch.allclose(result.density["decoder_self"], torch.stack(expected).float(), atol=1e-6)
+    assert result.mean_density == pytest.approx(float(torch.stack(expected).mean()), abs=1e-6)
+
+
+def test_a_larger_budget_is_never_denser():
+    found = []
+    for budget in (0.001, 0.05):
+        model = patch_model(_sharp("bert"))
+        found.append(calibrate_alphas(model, _batches("bert"), budget, steps=0).mean_density)
+    assert found[1] <= found[0]
+
+
+@pytest.mark.parametrize("tie", ["layer", "model"])
+def test_shared_alphas_stay_shared(tie):
+    model = patch_model(_sharp("llama"), tie=tie)
+    result = calibrate_alphas(model, _batches("llama"), 0.02, steps=2)
+    rows = result.alphas["decoder_self"]
+    assert torch.equal(rows, rows[:, :1].expand_as(rows))
+    assert tie == "layer" or len(rows.unique()) == 1
+
+
+def test_attention_that_was_left_alone_stays_softmax():
+    model = patch_model(_sharp("llama"), layers=(1,))
+    result = calibrate_alphas(model, _batches("llama"), 0.02, steps=2)
+    assert (result.alphas["decoder_self"][0] == 1).all() and (result.alphas["decoder_self"][1] > 1).all()
+    assert (result.density["decoder_self"][0] == 1).all()
+
+
+def test_the_result_is_saved_and_shown_and_goes_with_the_patch(tmp_path):
+    model = patch_model(_sharp("llama"))
+    result = calibrate_alphas(model, _batches("llama"), 0.02, steps=0)
+    model.save_pretrained(tmp_path)
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    record = again.config.entmax_calibration
+    assert record["max_loss_increase"] == 0.02 and record["tokens"] == result.tokens
+    assert torch.allclose(torch.tensor(record["density"]["decoder_self"]), result.density["decoder_self"], atol=1e-4)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(result)
+    shown = console.export_text()
+    assert "head 3" in shown and f"{float(result.alphas['decoder_self'][1, 3]):.3f}" in shown
+    unpatch_model(again)
+    assert not hasattr(again.config, "entmax_calibration")
+
+
+def test_a_model_without_a_head_takes_a_loss_of_its_own():
+    torch.manual_seed(0)
+    model = patch_model(tf.BertModel(tiny.build("bert").config).eval())
+    batch = {name: value for name, value in tiny.inputs("bert").items() if name != "labels"}
+    with torch.no_grad(), softmax_attention(model):
+        wanted = model(**batch).last_hidden_state
+
+    def distance(model, batch):
+        return (model(**batch).last_hidden_state - wanted).square().mean()
+
+    with pytest.raises(ValueError, match=r"no labels.*loss="):
+        calibrate_alphas(model, [batch], 0.1)
+    result = calibrate_alphas(model, [batch], 1e-4, loss=distance, steps=3)
+    assert result.loss_before == 0 and 0 <= result.loss_after <= 1e-4 and result.tokens == len(wanted)
+
+
+def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
+    model = patch_model(_sharp("llama")).eval()
+    vector = AlphaVector(model)
+    batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
+    table = measure_sensitivity(model, [batch], [24], lambda m, b: m(**b).loss, vector)
+    place = 12
+    # The first layer's scores do not depend on any alpha.
+    vector.set_(torch.full((len(vector),), math.log(SHARES[place] / (1 - SHARES[place])), dtype=torch.float64))
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions[0]
+    mask = batch["attention_mask"].bool()
+    pairs = mask[:, :, None] & mask[:, None, :] & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
+    expected = ((weights > 0) & pairs[:, None]).sum((0, 2, 3)) / pairs.sum()
+    assert torch.allclose(table.density[:4, place].float(), expected, atol=1e-6)
+    assert (table.density[:, 0] == 1).all() and (table.density.diff(dim=1) <= 1e-9).all()
+
+
+BAD = [
+    (dict(max_loss_increase=-0.1), ValueError, "max_loss_increase=-0.1"),
+    (dict(max_loss_increase=math.nan), ValueError, "max_loss_increase=nan"),
+    (dict(max_loss_increase="1 %"), ValueError, "max_loss_increase='1 %'"),
+    (dict(steps=-1), ValueError, "steps=-1"),
+    (dict(learning_rate=0), ValueError, "learning_rate=0"),
+    (dict(batches=[]), ValueError, "nothing to predict"),
+    (dict(batches=[{"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[-100, -100]])}]), ValueError, "nothing to"),
+    (dict(batches=[{"input_ids": torch.tensor([[5, 6]])}]), ValueError, "no labels"),
+    (dict(batches=[{"input_ids": torch.tensor([[5, 999]]), "labels": torch.tensor([[5, 6]])}]), ValueError, "999"),
+    (dict(batches=["text"]), TypeError, "dict of tensors"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input_is_named_and_changes_nothing(given, error, words):
+    model = patch_model(tiny.build("llama"))
+    before = alphas(model)["decoder_self"]
+    with pytest.raises(error, match=words):
+        calibrate_alphas(model, **{"batches": _batches("llama"), **given})
+    assert torch.equal(alphas(model)["decoder_self"], before) and not hasattr(model.config, "entmax_calibration")
+
+
+def test_models_that_have_nothing_to_calibrate():
+    with pytest.raises(ValueError, match="not patched"):
+        calibrate_alphas(tiny.build("llama"), _batches("llama"))
+    with pytest.raises(ValueError, match=r"alpha=1.5.*learned alphas are needed"):
+        calibrate_alphas(patch_model(tiny.build("llama"), alpha=1.5), _batches("llama"))
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        calibrate_alphas(torch.nn.Linear(2, 2), _batches("llama"))
+
+
+def test_a_model_whose_loss_is_nan():
+    model = patch_model(tiny.build("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    before = alphas(model)["decoder_self"]
+    with pytest.raises(ValueError, match="is nan: there is nothing to compare with"):
+        calibrate_alphas(model, _batches("llama"))
+    assert torch.equal(alphas(model)["decoder_self"], before)
+
+
+def test_a_budget_that_no_alpha_meets_leaves_the_model_as_it_was():
+    model = patch_model(_sharp("llama"), alpha_range=(1.6, 2.0), alpha_init=1.7)
+    batches = _batches("llama")
+    before = alphas(model)["decoder_self"]
+    calls = []
+
+    def loss(model, batch):  # above the reference as soon as attention is not softmax
+        calls.append(1)
+        return model(**batch).loss + (alphas(model)["decoder_self"].mean() - 1)
+
+    with pytest.raises(ValueError, match=r"max_loss_increase=0.001 cannot be met.*left as it was"):
+        calibrate_alphas(model, batches, 0.001, loss=loss)
+    assert calls and torch.equal(alphas(model)["decoder_self"], before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_default_start_leaves_a_model_as_good_as_it_was_and_every_alpha_learns():
+    model = patch_model(_sharp("llama")).eval()
+    assert hf_entmax.EntmaxConfig().alpha_init == 1.01
+    batch = tiny.inputs("llama", labels=True)
+    loss = model(**batch).loss
+    with softmax_attention(model), torch.no_grad():
+        reference = model(**batch).loss
+    assert abs(float(loss / reference) - 1) < 0.005
+    loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if "entmax_norm" in name]
+    assert gradients and all(g.isfinite().all() and (g != 0).all() for g in gradients)
