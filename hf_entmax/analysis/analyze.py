@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.analysis.collecting.collect import AnalysisError, collect
+from hf_entmax.analysis.collecting.collect import collect
 from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.analysis.reading.alignments import AlignedPair, read_alignments
@@ -217,29 +217,14 @@ class _Run:
             statistics.notes.append(
                 "The data have no target sentences: cross-attention and decoder self-attention are left out."
             )
+        sites_of_gold = ("encoder_self",) if encoder.encoder_decoder else None
         if gold.sentences:
-            batches = lambda part: part.dependencies(gold.sentences)  # noqa: E731
-            self._gold(
-                statistics,
-                "dependency",
-                "treebank",
-                batches,
-                len(gold.sentences),
-                ("encoder_self",) if encoder.encoder_decoder else None,
-            )
+            self._gold(statistics, "dependency", "treebank", Encoder.dependencies, gold.sentences, sites_of_gold)
         if gold.pairs and not encoder.encoder_decoder:
-            self.warn(
-                f"{self.name}: word alignments need cross-attention, which {type(self.model).__name__} does not have."
-            )
+            kind = type(self.model).__name__
+            self.warn(f"{self.name}: word alignments need cross-attention, which {kind} does not have.")
         elif gold.pairs:
-            self._gold(
-                statistics,
-                "alignment",
-                "alignments",
-                lambda part: part.alignments(gold.pairs),
-                len(gold.pairs),
-                ("cross",),
-            )
+            self._gold(statistics, "alignment", "alignments", Encoder.alignments, gold.pairs, ("cross",))
         self._importance(statistics, records[:importance_sentences], importance, paired)
         if num_examples and self.accelerator.is_main_process:
             statistics.examples = self._examples(records, num_examples, sites)
@@ -250,16 +235,15 @@ class _Run:
         statistics: AttentionStatistics,
         group: str,
         what: str,
-        batches: Callable[[Encoder], Any],
-        count: int,
+        encode: Callable[..., Any],
+        gold: list[Any],
         sites: Any,
     ) -> None:
         encoder = self.encoder()
+        options: dict[str, Any] = self.options | {"name": f"{self.name} ({what})", "groups": (group,), "sites": sites}
         try:
-            options: dict[str, Any] = self.options | {"name": f"{self.name} ({what})"}
-            total = -(-count // self.batch_size)
-            found = collect(self.model, batches(encoder), groups=(group,), sites=sites, total=total, **options)
-        except (AnalysisError, ValueError) as error:
+            found = collect(self.model, encode(encoder, gold), total=-(-len(gold) // self.batch_size), **options)
+        except ValueError as error:  # an AnalysisError is one
             self.warn(f"{self.name}: the {what} could not be used: {error}")
             statistics.notes.append(f"The {what} could not be used: {error}")
             return
@@ -275,17 +259,11 @@ class _Run:
             statistics.notes.append("Head importance needs target sentences and was left out.")
             return
         for method in methods:
-            total = -(-len(records) // self.batch_size)
+            options = {"method": method, "accelerator": self.accelerator, "progress": self.progress}
             try:
                 batches = self.encoder().texts(records, labels=True)
-                statistics.importance[method] = head_importance(
-                    self.model,
-                    batches,
-                    method=method,
-                    accelerator=self.accelerator,
-                    progress=self.progress,
-                    total=total,
-                )
+                total = -(-len(records) // self.batch_size)
+                statistics.importance[method] = head_importance(self.model, batches, total=total, **options)
             except (ValueError, RuntimeError, TypeError) as error:
                 statistics.notes.append(f"Head importance ({method}) was left out: {error}")
 
@@ -322,27 +300,23 @@ def _check_options(
         raise ValueError(
             f"language is {language!r}; interrogative words are known for {', '.join(INTERROGATIVE_WORDS)}."
         )
-    for what, value, least in (
-        ("max_sentences", max_sentences, 1),
-        ("importance_sentences", importance_sentences, 1),
-        ("num_examples", num_examples, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{what} is {value}; it must be at least {least}.")
+    for what, value in (("max_sentences", max_sentences), ("importance_sentences", importance_sentences)):
+        if value < 1:
+            raise ValueError(f"{what} is {value}; it must be at least 1.")
+    if num_examples < 0:
+        raise ValueError(f"num_examples is {num_examples}; it must be at least 0.")
 
 
 def _read_gold(conllu: Any, alignments: Any, limit: int, warn: Callable[[str], None]) -> _Gold:
     gold = _Gold()
-    if conllu is not None:
+    for path, read, place, what in (
+        (conllu, read_conllu, "sentences", "dependencies"),
+        (alignments, read_alignments, "pairs", "alignments"),
+    ):
         try:
-            gold.sentences = read_conllu(conllu)[:limit]
+            setattr(gold, place, [] if path is None else read(path)[:limit])
         except ValueError as error:
-            warn(f"{error} Statistics of dependencies are left out.")
-    if alignments is not None:
-        try:
-            gold.pairs = read_alignments(alignments)[:limit]
-        except ValueError as error:
-            warn(f"{error} Statistics of alignments are left out.")
+            warn(f"{error} Statistics of {what} are left out.")
     return gold
 
 

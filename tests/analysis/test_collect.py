@@ -23,6 +23,7 @@ from transformers import (
 
 from hf_entmax import patch_model
 from hf_entmax.analysis import AnalysisError, AttentionStatistics, collect, metrics
+from hf_entmax.analysis.statistics.sentences import SentenceExtremes
 
 ROOT = Path(__file__).parents[2]
 
@@ -447,3 +448,25 @@ def test_two_processes_agree_with_one(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for mine, other in zip(first, second, strict=True):
         torch.testing.assert_close(mine, other)  # every process holds the whole result
+
+
+@pytest.mark.parametrize("order", [(0, 4), (4, 0)])
+def test_of_equally_dense_sentences_the_earlier_ones_are_kept(order):
+    extremes = SentenceExtremes(1, 1)
+    densities, lengths = torch.full((1, 4, 1), 0.5, dtype=torch.float64), torch.full((4,), 12)
+    for first in order:  # processes hand in their sentences in any order
+        extremes.update(densities, lengths, first)
+    assert extremes.wanted() == {0, 1}
+
+
+def test_remembered_sentences_survive_a_layer_found_later():
+    extremes, more = SentenceExtremes(1, 2), SentenceExtremes(3, 4)
+    lengths = torch.tensor([5, 6])
+    extremes.update(torch.tensor([[[0.2, 0.3], [0.9, 0.1]]], dtype=torch.float64), lengths, 0)
+    more.update(torch.full((3, 2, 4), 0.5, dtype=torch.float64), lengths, 2)
+    before = extremes.pairs(0, 1)[0]
+    extremes.texts = {0: "zero", 1: "one"}
+    extremes.merge(more)
+    assert extremes.values.shape[1:3] == (3, 4) and extremes.wanted() == {0, 1, 2, 3}
+    after = extremes.pairs(0, 1)[0]
+    assert (after.sparse, after.sparse_text) == (before.sparse, "one") and more.texts == {}

@@ -147,15 +147,16 @@ def collect(
                         raise
                     text = f"batch {number} (sentences {first_index} to {first_index + size - 1}): {problem}"
                     if on_error == "raise":
-                        error = _relabel(problem, text)
+                        error = ValueError(text)
+                        error.__cause__ = problem
                         break
                     notes.append(f"Left out {text}")
             first_index += size
     if collector is None:
         raise ValueError("there is no data: the stream of batches is empty.")
-    statistics = collector.finish(name or _model_name(model), notes)
+    statistics = collector.finish(name or getattr(model, "name_or_path", "") or type(model).__name__, notes)
     if accelerator is not None:
-        error = gather_collection(statistics, collector.repeats(), accelerator, error)
+        error = gather_collection(statistics, collector.layers, accelerator, error)
     if error is not None:
         raise AnalysisError(str(error), statistics) from error
     if statistics.num_sentences == 0:
@@ -278,10 +279,6 @@ class _Collector:
             wanted = extremes.wanted()
             self._remembered[site] = {key: ids for key, ids in self._remembered.get(site, {}).items() if key in wanted}
 
-    def repeats(self) -> dict[str, list[LayerInfo]]:
-        """Layers by site, including those found only while running."""
-        return self.layers
-
     def finish(self, name: str, notes: list[str]) -> AttentionStatistics:
         """Brings the sums to the CPU and gives them their meaning."""
         self._prune()
@@ -366,16 +363,6 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch must be a dict of tensors as a data collator returns it, got {type(batch).__name__}.")
     return next((int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0), 0)
-
-
-def _relabel(problem: Exception, text: str) -> Exception:
-    relabelled = ValueError(text)
-    relabelled.__cause__ = problem
-    return relabelled
-
-
-def _model_name(model: Any) -> str:
-    return getattr(model, "name_or_path", "") or type(model).__name__
 
 
 def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]:

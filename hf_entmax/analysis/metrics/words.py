@@ -161,8 +161,8 @@ def interrogation(weights: Tensor, interrogative_mask: Tensor, question_mask: Te
     queries = as_mask(interrogative_mask, "interrogative_mask", (batch, num_queries))
     keys = as_mask(question_mask, "question_mask", (batch, num_keys))
     pairs = queries.unsqueeze(-1) & keys.unsqueeze(-2)
-    sums, counts = pair_mass_sums(weights.to(result_dtype(weights)).masked_fill(~pairs.unsqueeze(1), 0.0), pairs)
-    return ratio(sums.sum(0), counts.sum(), result_dtype(weights))
+    mass = DenseWeights(weights.to(result_dtype(weights))).row_sums(pairs)
+    return ratio(mass.double().sum(dim=(0, 2)), pairs.any(-1).sum().double(), result_dtype(weights))
 
 
 def sink_mass(
@@ -197,17 +197,3 @@ def sink_mass(
     pairs = possible_pairs(weights, keys, query_mask_or_default(weights, keys, query_mask), causal)
     on_sinks = weights.to(result_dtype(weights)).masked_fill(~(pairs & sinks.unsqueeze(-2)).unsqueeze(1), 0.0)
     return ratio(on_sinks.double().sum(dim=(0, 2, 3)), pairs.any(-1).sum().double(), result_dtype(weights))
-
-
-def pair_mass_sums(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Mass on marked pairs, and the number of queries that have any.
-
-    Args:
-        weights: [B, H, T_q, T_k], finite.
-        targets: bool [B, T_q, T_k].
-
-    Returns:
-        ``(mass [B, H], queries [B])``, float64.
-    """
-    mass = torch.einsum("bhqk,bqk->bh", weights, targets.to(weights.dtype))
-    return mass.double(), targets.any(dim=-1).sum(dim=-1).double()

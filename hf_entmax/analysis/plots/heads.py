@@ -181,24 +181,9 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
                 label=name,
             )
         step = max(distance // 5, 1)
-        ticks = [
-            0,
-            *[sign * offset for offset in range(step, distance, step) for sign in (1, -1)],
-            -distance - 1,
-            distance + 1,
-        ]
-        ticks = sorted(set(ticks))
-        names = [
-            f"< −{distance}"
-            if t < -distance
-            else f"> {distance}"
-            if t > distance
-            else f"{t:+d}".replace("-", "−")
-            if t
-            else "0"
-            for t in ticks
-        ]
-        axis.set_xticks(ticks, names)
+        inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})
+        names = [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in inner]
+        axis.set_xticks([-distance - 1, *inner, distance + 1], [f"< −{distance}", *names, f"> {distance}"])
         axis.set(title="Where heads look", xlabel="key position − query position (tokens)", ylabel="attention mass (%)")
         axis.set_ylim(bottom=0)
         axis.legend()

@@ -69,67 +69,62 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
 
     main, several = models[0], len(models) > 1
     everyone: Any = list(models) if several else main
-    entries: list[tuple[str, str, Callable[[], Any]]] = [
-        (
-            "roles",
-            "The role that explains each head best; the stronger the colour, the better it does.",
-            lambda: plots.head_roles(main),
-        )
-    ]
-    if not any(role for site in main.sites.values() for row in site.best_roles() for role in row):
-        entries.clear()
-    if several:
-        entries.append(("density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)))
-    if any(bool((values < 1).any()) for model in models for values in model.density.values()):
-        entries.append(
-            ("density-histogram", "How dense the heads of each site are.", lambda: plots.density_histograms(everyone))
-        )
-    if any(bool((values < 1).any()) for values in main.density.values()):
-        entries.append(
-            (
-                "density-sorted",
-                "Heads of each layer from the sparsest to the densest.",
-                lambda: plots.sorted_density(main),
-            )
-        )
-    entries.append(
-        ("diversity", "How much the heads of a layer differ from one another.", lambda: plots.head_diversity(everyone))
-    )
-    if len({round(value, 6) for values in main.alphas.values() for value in finite(values)}) > 1:
-        entries.append(("alpha", "Learned alphas.", lambda: plots.alpha_histograms(main)))
-        entries.append(
-            ("alpha-density", "The larger alpha, the sparser the head.", lambda: plots.alpha_against_density(main))
-        )
-    entries += [
-        (
-            "positional",
-            "Heads whose largest weight is at a fixed distance for most queries.",
-            lambda: plots.positional_heads(everyone),
-        ),
-        ("distance", "Where the heads look that keep a distance.", lambda: plots.distance_profile(main)),
-    ]
-    for method, label in (("masking", "loss increase (nats per token)"), ("gradient", "gradient (nats per token)")):
-        if method in main.importance:
-            caption = (
-                "What removing each head costs." if method == "masking" else "How sensitive the loss is to each head."
-            )
-            entries.append(
-                (
-                    f"importance-{method}",
-                    caption,
-                    lambda m=method, u=label: plots.head_importance(main.importance[m], u),
-                )
-            )
+    named = any(role for site in main.sites.values() for row in site.best_roles() for role in row)
+    sparse = [any(bool((values < 1).any()) for values in model.density.values()) for model in models]
+    alphas_differ = len({round(value, 6) for values in main.alphas.values() for value in finite(values)}) > 1
     maps = _role_maps(main)
-    if maps:
-        entries.append(
-            (
-                "maps",
-                "Heads with a clear role on one sentence; nonzero weights are outlined.",
-                lambda: plots.attention_maps(maps),
-            )
-        )
-    for identifier, caption, draw in entries:
+    about_roles = "The role that explains each head best; the stronger the colour, the better it does."
+    about_maps = "Heads with a clear role on one sentence; nonzero weights are outlined."
+    about_positions = "Heads whose largest weight is at a fixed distance for most queries."
+    measured = main.importance.get
+    unit = "(nats per token)"
+    entries: list[tuple[Any, str, str, Callable[[], Any]]] = [
+        (named, "roles", about_roles, lambda: plots.head_roles(main)),
+        (several, "density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)),
+        (
+            any(sparse),
+            "density-histogram",
+            "How dense the heads of each site are.",
+            lambda: plots.density_histograms(everyone),
+        ),
+        (
+            sparse[0],
+            "density-sorted",
+            "Heads of each layer from the sparsest to the densest.",
+            lambda: plots.sorted_density(main),
+        ),
+        (
+            True,
+            "diversity",
+            "How much the heads of a layer differ from one another.",
+            lambda: plots.head_diversity(everyone),
+        ),
+        (alphas_differ, "alpha", "Learned alphas.", lambda: plots.alpha_histograms(main)),
+        (
+            alphas_differ,
+            "alpha-density",
+            "The larger alpha, the sparser the head.",
+            lambda: plots.alpha_against_density(main),
+        ),
+        (True, "positional", about_positions, lambda: plots.positional_heads(everyone)),
+        (True, "distance", "Where the heads look that keep a distance.", lambda: plots.distance_profile(main)),
+        (
+            measured("masking"),
+            "importance-masking",
+            "What removing each head costs.",
+            lambda: plots.head_importance(measured("masking"), f"loss increase {unit}"),
+        ),
+        (
+            measured("gradient"),
+            "importance-gradient",
+            "How sensitive the loss is to each head.",
+            lambda: plots.head_importance(measured("gradient"), f"gradient {unit}"),
+        ),
+        (maps, "maps", about_maps, lambda: plots.attention_maps(maps)),
+    ]
+    for wanted, identifier, caption, draw in entries:
+        if not wanted:
+            continue
         try:
             figure = draw()
         except ValueError:  # nothing to draw: no self-attention, no profile, ...

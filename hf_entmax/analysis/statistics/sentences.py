@@ -72,8 +72,7 @@ class SentenceExtremes:
             first_index: number of the first sentence of the batch.
         """
         num_layers, batch, num_heads = densities.shape
-        if num_layers > self.values.shape[1] or num_heads > self.values.shape[2]:
-            self._grow(num_layers, num_heads)
+        self._grow(num_layers, num_heads)
         classes = torch.bucketize(lengths, torch.tensor(LENGTH_CLASSES))
         own = torch.nn.functional.one_hot(classes, len(LENGTH_CLASSES)).bool()  # [B, classes]
         signed = torch.stack([densities, -densities])  # [2, layers, B, heads]
@@ -85,8 +84,7 @@ class SentenceExtremes:
 
     def merge(self, other: SentenceExtremes) -> None:
         """Adds what another process has seen."""
-        if other.values.shape[1] > self.values.shape[1] or other.values.shape[2] > self.values.shape[2]:
-            self._grow(other.values.shape[1], other.values.shape[2])
+        self._grow(*other.values.shape[1:3])
         values = torch.full_like(self.values, float("-inf"))
         indices = torch.full_like(self.indices, -1)
         at = (slice(None), slice(0, other.values.shape[1]), slice(0, other.values.shape[2]))
@@ -105,10 +103,11 @@ class SentenceExtremes:
         self.indices = self.indices.masked_fill(self.values.isinf(), -1)
 
     def _grow(self, num_layers: int, num_heads: int) -> None:
-        old_values, old_indices = self.values, self.indices
-        self.__init__(max(num_layers, old_values.shape[1]), max(num_heads, old_values.shape[2]))
-        at = (slice(None), slice(0, old_values.shape[1]), slice(0, old_values.shape[2]))
-        self.values[at], self.indices[at] = old_values, old_indices
+        layers, heads = self.values.shape[1:3]
+        if num_layers > layers or num_heads > heads:
+            wider = SentenceExtremes(max(num_layers, layers), max(num_heads, heads))
+            wider.values[:, :layers, :heads], wider.indices[:, :layers, :heads] = self.values, self.indices
+            self.values, self.indices = wider.values, wider.indices
 
     def wanted(self) -> set[int]:
         """Numbers of all sentences referred to."""
