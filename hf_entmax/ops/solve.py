@@ -368,17 +368,20 @@ def _steep(centred: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
         low = torch.where(inside, middle, low)
         high = torch.where(inside, high, torch.maximum(middle - 1, low))
     edge = ordered.gather(-1, low)
-    gaps = (ordered - edge).clamp_(min=0).mul_(u)
+    # In logarithms: at alpha = 64 the 63rd power of a probability of 1/4,000 is 0 even in float32's smallest numbers.
+    log_gaps = (ordered - edge).clamp_(min=0).mul_(u).log_()
     # Rows keep their length, so entries outside the support are weighted by 0 rather than removed.
     support = (ordered >= edge).to(centred.dtype)
     smallest = 1 / (low + 1).to(centred.dtype)
     for _ in range(12 if centred.dtype == torch.float32 else 16):
-        probs = (gaps + smallest**u).pow_(inverse)
-        total = (probs * support).sum(-1, keepdim=True)
-        slope = ((smallest / probs).pow_(u - 1) * support).sum(-1, keepdim=True)
+        log_smallest = smallest.log()
+        log_probs = torch.logaddexp(log_gaps, u * log_smallest).mul_(inverse)
+        total = (log_probs.exp() * support).sum(-1, keepdim=True)
+        slope = ((log_smallest - log_probs).mul_(u - 1).exp_() * support).sum(-1, keepdim=True)
         move = (total - 1) / slope
         smallest = torch.where(move > 0, (smallest - move).clamp_(min=0), smallest)
-    probs = (clipped - edge).clamp_(min=0).mul_(u).add_(smallest**u).pow_(inverse)
+    log_gaps = (clipped - edge).clamp_(min=0).mul_(u).log_()
+    probs = torch.logaddexp(log_gaps, u * smallest.log()).mul_(inverse).exp_()
     # Not `where(clipped >= edge)`, which would turn NaN into 0.
     probs = probs.masked_fill_(clipped < edge, 0)
     return probs, probs.sum(-1, keepdim=True)
