@@ -8,6 +8,13 @@ import torch
 
 #: Dotted names whose docstrings have an example.
 EXAMPLES = [
+    "hf_entmax.generation.beam_search",
+    "hf_entmax.losses.entmax_loss",
+    "hf_entmax.losses.linear_entmax_loss",
+    "hf_entmax.ops.Entmax",
+    "hf_entmax.ops.entmax",
+    "hf_entmax.ops.entmax15",
+    "hf_entmax.ops.sparsemax",
     "hf_entmax.EntmaxConfig",
     "hf_entmax.alphas",
     "hf_entmax.is_patched",

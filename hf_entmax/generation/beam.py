@@ -74,6 +74,16 @@ def beam_search(
             different vocabularies, a model without end-of-sequence token, a quantized cache, or logits that are NaN.
         TypeError: if a model cannot generate or the inputs are no dictionary.
 
+    Example:
+        >>> import torch
+        >>> from hf_entmax.generation import beam_search
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> ids = {"vocab_size": 5, "bos_token_id": 1, "eos_token_id": 1}
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, **ids))
+        >>> (found,) = beam_search(model, {"input_ids": torch.tensor([[2, 3]])}, max_new_tokens=3, output_alpha=1.5)
+        >>> round(sum(found.probabilities) + found.pruned_mass, 4)
+        1.0
+
     Reference:
         Peters, Niculae, Martins 2019, sec. 4.1.
     """

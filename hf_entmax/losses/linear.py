@@ -256,6 +256,13 @@ def linear_entmax_loss(
             ``entmax_loss`` refuses.
         TypeError: for dtypes that do not fit.
 
+    Example:
+        >>> import torch
+        >>> from hf_entmax.losses import linear_entmax_loss
+        >>> hidden, weight = torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
+        >>> linear_entmax_loss(hidden, weight, torch.tensor([0, 2]), alpha=1.5)
+        tensor(1.5000)
+
     Reference:
         Peters, Niculae, Martins 2019, eq. 11-12.
     """

@@ -171,6 +171,13 @@ def entmax(
     Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under
     ``torch.func``.
 
+    Example:
+        >>> import torch
+        >>> from hf_entmax.ops import entmax
+        >>> entmax(torch.tensor([[2.0, 1.5, 0.0], [0.0, 0.0, 0.0]]), alpha=1.5)
+        tensor([[0.6740, 0.3260, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
+
     Reference:
         Peters, Niculae, Martins (2019), Sparse Sequence-to-Sequence Models, eq. 9 and 13;
         Correia, Niculae, Martins (2019), Adaptively Sparse Transformers, proposition 1.
@@ -234,17 +241,15 @@ def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Project scores onto the simplex, which is entmax at ``alpha = 2``.
 
-    Its threshold is found by the solver that all controllable mappings share, see `hf_entmax.ops.simplex`.
-
     .. math:: \operatorname{sparsemax}(z) = \arg\min_{p \in \triangle} \|p - z\|_2
 
-    Args:
-        scores: as in `entmax`.
-        dim: as in `entmax`.
-        mask: as in `entmax`.
+    Arguments, result and errors are those of `entmax`.
 
-    Returns:
-        Probabilities, as in `entmax`.
+    Example:
+        >>> import torch
+        >>> from hf_entmax.ops import sparsemax
+        >>> sparsemax(torch.tensor([2.0, 1.5, 0.0]))
+        tensor([0.7500, 0.2500, 0.0000])
 
     Reference:
         Martins, Astudillo (2016), From Softmax to Sparsemax, eq. 1.
@@ -253,15 +258,13 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
 
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    """Map scores by entmax at ``alpha = 1.5``.
+    """Map scores by entmax at ``alpha = 1.5``; arguments, result and errors are those of `entmax`.
 
-    Args:
-        scores: as in `entmax`.
-        dim: as in `entmax`.
-        mask: as in `entmax`.
-
-    Returns:
-        Probabilities, as in `entmax`.
+    Example:
+        >>> import torch
+        >>> from hf_entmax.ops import entmax15
+        >>> entmax15(torch.tensor([2.0, 1.5, 0.0]))
+        tensor([0.6740, 0.3260, 0.0000])
 
     Reference:
         Peters, Niculae, Martins (2019), algorithm 2.
@@ -275,6 +278,12 @@ class Entmax(nn.Module):
     Args:
         alpha: ``>= 1``; a float, or a tensor or parameter broadcastable to the scores (see `entmax`).
         dim: the dimension along which the probabilities sum to 1.
+
+    Example:
+        >>> import torch
+        >>> from hf_entmax.ops import Entmax
+        >>> Entmax(alpha=1.3)(torch.tensor([2.0, 1.5, 0.0]))
+        tensor([0.6427, 0.3436, 0.0137])
     """
 
     alpha: float | Tensor
