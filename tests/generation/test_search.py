@@ -392,3 +392,17 @@ def test_what_is_claimed_follows_from_what_is_known(alone):
         assert claims(best=half + math.log(factor), **rival) == (optimal, False), factor
     assert Findings(unfinished=[(half, [5])]).result(tolerance).optimal is False
     assert Findings().result(tolerance).exhaustive is False
+
+
+def test_an_input_is_given_up_only_when_its_best_hypotheses_can_no_longer_change():
+    from hf_entmax.generation.beam import _close_decided
+    from hf_entmax.generation.results import Findings
+
+    found = Findings([(math.log(0.4), [EOS]), (math.log(0.1), [5, EOS])], [], math.log(0.01), 0.01)
+    live = torch.tensor([[math.log(0.3), -math.inf]], dtype=torch.float64)
+    _close_decided([found], live)
+    assert live[0, 0] == math.log(0.3) and found.pruned_mass == 0.01
+    live = torch.tensor([[math.log(0.1), math.log(0.05)]], dtype=torch.float64)
+    _close_decided([found], live)
+    assert live.eq(-math.inf).all() and found.pruned_log_probability == pytest.approx(math.log(0.1))
+    assert found.pruned_mass == pytest.approx(0.16)
