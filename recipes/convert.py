@@ -7,6 +7,7 @@
     python recipes/convert.py --config recipes/configs/convert_multi30k.yaml --model runs/mt-softmax/model --out runs/mt-sparse \
         --distill_logits 1.0 --distill_attention 1.0 --density_target 0.2
     python recipes/convert.py --config ... --model openai-community/gpt2 --out ... --lora_rank 8     # adapters and alphas only
+    python recipes/convert.py --config recipes/configs/convert_smollm2.yaml --model models/smollm2 --out runs/smollm2-sparse
     accelerate launch recipes/convert.py --config ... --out ...                         # as `accelerate config` says
     torchrun --standalone --nproc_per_node 2 recipes/convert.py --config ... --out ...             # two CPU processes
 
@@ -17,7 +18,9 @@ of training, and is then held (``--attention 1.5``) or let go (``--attention lea
     task_weight * task + distill_logits * logits + distill_attention * attention + lam * D_tau
 
 with the distances to the frozen softmax model and the density pressure as `hf_entmax.training.distillation` and
-`hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. Each
+`hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. With
+``--loss_budget`` it is the other way round: density is the objective, and lam falls while the loss is further above the softmax
+model's than the budget. Alphas are then best free from the start (``--schedule abrupt --release 1.01``). Each
 evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
 training, and on the way. What an encoder-decoder made of the test set before and after is kept in
 ``hypotheses.before.txt`` and ``hypotheses.after.txt``. The model kept is the last one: a conversion that stopped early would not be one.
@@ -57,7 +60,7 @@ from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
 from hf_entmax.analysis.reading import tables
-from hf_entmax.training import AlphaSchedule, DensityTarget
+from hf_entmax.training import AlphaSchedule, DensityTarget, LossBudget
 
 QUALITY = "bleu chrf perplexity epsilon_perplexity"
 HEADS = (
@@ -65,7 +68,8 @@ HEADS = (
     "density_decoder_self support_decoder_self js_decoder_self"
 )
 FIELDS = columns(
-    "attention output_alpha seed model data schedule over distill_logits distill_attention density_target lora_rank lost",
+    "attention output_alpha seed model data schedule over distill_logits distill_attention density_target "
+    "loss_budget freeze_weights lora_rank lost",
     QUALITY,
     "bleu_before chrf_before perplexity_before epsilon_perplexity_before",
     HEADS,
@@ -92,6 +96,12 @@ class Settings(RunSettings):
     attention_loss: str = option("kl", "that distance: kl (student to teacher) or mse")
     density_target: float | None = option(None, "largest share of nonzero attention weights to train towards")
     density_rate: float = option(0.1, "how fast the pressure on the density follows, per step")
+    loss_budget: float | None = option(
+        None, "nats per token by which the loss may exceed the softmax model's: attention gets as sparse as that allows"
+    )
+    loss_rate: float = option(0.05, "loss_budget: largest change of the logarithm of the pressure, per step")
+    density_floor: float = option(0.0, "density below which no head is pushed further, in [0, 1)")
+    freeze_weights: bool = option(False, "train the learned alphas alone")
     tau: float = option(0.01, "attention weight that counts half in the density's stand-in")
     lora_rank: int = option(0, "train adapters of this rank (and learned alphas) only; 0 trains everything")
     evaluate_every: int = option(0, "evaluate after so many optimiser steps too, not only after each epoch")
@@ -129,6 +139,18 @@ class Settings(RunSettings):
         if self.density_target is not None:
             self.require("attention", self.attention != "softmax", "sparse for a density_target")
             DensityTarget(self.density_target, self.density_rate)
+        if self.loss_budget is not None:
+            self.require("loss_budget", self.density_target is None, "left out: density_target is the constraint")
+            self.require("attention", self.attention != "softmax", "sparse for a loss_budget")
+            self.require("output_alpha", self.output_alpha == 1, "1: the loss is compared with the softmax model's")
+            LossBudget(self.loss_budget, self.loss_rate)
+        self.require("density_floor", 0 <= self.density_floor < 1, "at least 0 and below 1")
+        pressed = self.density_target is not None or self.loss_budget is not None
+        self.require("density_floor", pressed or not self.density_floor, "left out: nothing pushes the density")
+        self.require(
+            "freeze_weights", not self.freeze_weights or self.learned, "false: only learned alphas would be left"
+        )
+        self.require("freeze_weights", not (self.freeze_weights and self.lora_rank), "false: adapters are weights")
         if self.learned:
             self.require(
                 "alpha_init", self.alpha_init == "normal", "left out: --release says where learned alphas begin"
@@ -325,6 +347,9 @@ def main(settings: Settings) -> None:
         patch_model(model, config)
     if settings.lora_rank:
         model = add_adapters(model, settings.lora_rank)
+    if settings.freeze_weights:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".entmax_norm." in name)
     if encoder_decoder:
         task = pairs_task(settings, data, tokenizer, run, teacher)
     else:

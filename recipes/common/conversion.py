@@ -14,6 +14,7 @@ from hf_entmax.generation import SamplingMetrics
 from hf_entmax.training import (
     AlphaSchedule,
     DensityTarget,
+    LossBudget,
     attention_density,
     attention_distillation,
     attention_pairs,
@@ -33,7 +34,8 @@ class Conversion:
 
     Args:
         run: its settings weigh the terms: ``task_weight``, ``distill_logits``, ``temperature``, ``distill_attention``,
-            ``attention_loss``, ``density_target``, ``density_rate``, ``tau``.
+            ``attention_loss``, ``density_target``, ``density_rate``, ``tau``; or ``loss_budget``, ``loss_rate``,
+            ``density_floor``.
         student: patched (or plain, as a control), perhaps inside PEFT; not yet prepared for the processes.
         teacher: the frozen softmax model, in evaluation mode.
         schedule: of alpha; None leaves alpha alone.
@@ -47,10 +49,13 @@ class Conversion:
         self.output_alpha = SamplingMetrics.for_model(self.student).alpha
         self.learned = is_patched(self.student) and entmax_config(self.student).alpha == "learned"
         self.arrived = self.schedule is None
-        self.density = None
+        self.density: DensityTarget | LossBudget | None = None
+        parts = settings.gradient_accumulation  # it moves with every part of a step
         if settings.density_target is not None:
-            rate = settings.density_rate / settings.gradient_accumulation  # it moves with every part of a step
-            self.density = DensityTarget(settings.density_target, rate)
+            self.density = DensityTarget(settings.density_target, settings.density_rate / parts)
+        elif settings.loss_budget is not None:
+            self.density = LossBudget(settings.loss_budget, settings.loss_rate / parts)
+        if self.density is not None:
             run.accelerator.register_for_checkpointing(self.density)
 
     def move(self, share: float) -> None:
@@ -76,7 +81,8 @@ class Conversion:
             output = model(**batch)
         loss = settings.task_weight * output.loss
         pairs = {} if seen is None else attention_pairs(self.student, batch, seen)
-        if settings.distill_logits or settings.distill_attention:
+        known = None
+        if settings.distill_logits or settings.distill_attention or settings.loss_budget is not None:
             recording = record_attention(self.teacher) if settings.distill_attention else contextlib.nullcontext()
             with torch.no_grad(), recording as wanted:
                 known = self.teacher(**batch)
@@ -89,15 +95,27 @@ class Conversion:
                 ]
                 loss = loss + settings.distill_attention * torch.stack(terms).mean()
         if seen is not None and self.density is not None:
-            loss = loss + self._pressure(self.density, seen.weights, pairs)
+            rise = 0.0 if known is None else output.loss.detach() - known.loss
+            loss = loss + self._pressure(self.density, seen.weights, pairs, rise)
         return loss
 
-    def _pressure(self, target: DensityTarget, weights: dict[str, Tensor], pairs: dict[str, Tensor]) -> Tensor:
+    def _pressure(
+        self,
+        constraint: DensityTarget | LossBudget,
+        weights: dict[str, Tensor],
+        pairs: dict[str, Tensor],
+        rise: Tensor | float,
+    ) -> Tensor:
         if self.arrived:  # before, alpha itself is still on its way
-            measured = torch.stack([attention_density(w, pairs[name]) for name, w in weights.items()]).mean()
-            target.update(float(self.run.accelerator.reduce(measured.detach(), "mean")))
-        soft = torch.stack([soft_density(w, pairs[name], self.settings.tau) for name, w in weights.items()])
-        return target.multiplier * soft.mean()
+            measured = rise
+            if isinstance(constraint, DensityTarget):
+                measured = (
+                    torch.stack([attention_density(w, pairs[name]) for name, w in weights.items()]).mean().detach()
+                )
+            constraint.update(float(self.run.accelerator.reduce(measured, "mean")))
+        settings = self.settings
+        soft = [soft_density(w, pairs[name], settings.tau, settings.density_floor) for name, w in weights.items()]
+        return constraint.multiplier * torch.stack(soft).mean()
 
     def _logits(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         if self.shift:

@@ -99,9 +99,10 @@ EVERYTHING = {"distill_logits": 0.5, "distill_attention": 0.5, "density_target":
         {"attention": "learned", "output_alpha": 1.5, **EVERYTHING},
         {"attention": "1.5", "attention_loss": "mse", "distill_attention": 1.0, "task_weight": 0.0},
         {"attention": "learned", "schedule": "abrupt", "release": 1.7, "distill_logits": 1.0},
+        {"attention": "learned", "schedule": "abrupt", "release": 1.7, "loss_budget": 0.05, "density_floor": 0.1},
         {"attention": "softmax"},
     ],
-    ids=["annealed and learned, all terms", "attention alone", "abrupt", "the control"],
+    ids=["annealed and learned, all terms", "attention alone", "abrupt", "loss as the constraint", "the control"],
 )
 def test_every_setting_is_one_option(place, tmp_path, kind, changes):
     convert.main(settings(place, tmp_path / "run", kind, smoke=True, results=str(tmp_path / "r.csv"), **changes))
@@ -174,6 +175,19 @@ def test_adapters_carry_alphas(place, tmp_path, kind):
     assert len(names) > 5 and all(torch.equal(base[name], held[name]) for name in names)
 
 
+def test_alphas_alone_within_a_budget_on_the_loss(place, tmp_path):
+    options = {"attention": "learned", "schedule": "abrupt", "release": 1.3, "loss_budget": 0.5, "freeze_weights": True}
+    convert.main(settings(place, tmp_path / "run", epochs=1, alpha_lr=0.1, evaluate_every=2, **options))
+    base = AutoModelForCausalLM.from_pretrained(place / "lm" / "model").state_dict()
+    held = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert len(base) > 5 and all(torch.equal(base[name], held[name]) for name in base)
+    points = rows(tmp_path / "run" / "curve.csv")
+    pressures = [float(row["pressure"]) for row in points if row["stage"] == "training"]
+    assert pressures[-1] > 0.5  # within the budget it grows from where it starts, the budget
+    assert float(points[-1]["density"]) < float(points[1]["density"])
+    assert result(tmp_path / "run")["loss_budget"] == 0.5
+
+
 def test_wrong_values_name_the_setting(place, tmp_path):
     for changes, message in [
         ({"schedule": "slow"}, "schedule='slow'"),
@@ -181,6 +195,14 @@ def test_wrong_values_name_the_setting(place, tmp_path):
         ({"attention": "1.5", "release": 1.2}, "release=1.2 .*learns no alpha"),
         ({"attention": "softmax", "density_target": 0.2}, "sparse for a density_target"),
         ({"density_target": 1.2}, r"target=1\.2"),
+        ({"attention": "softmax", "loss_budget": 0.1}, "sparse for a loss_budget"),
+        ({"loss_budget": -0.1}, r"budget=-0\.1"),
+        ({"loss_budget": 0.1, "density_target": 0.2}, "left out: density_target is the constraint"),
+        ({"loss_budget": 0.1, "output_alpha": 1.5}, "output_alpha=1.5 .*the softmax model's"),
+        ({"loss_budget": 0.1, "density_floor": 1.0}, "density_floor=1.0 .*below 1"),
+        ({"density_floor": 0.1}, "density_floor=0.1 .*nothing pushes"),
+        ({"attention": "1.5", "freeze_weights": True}, "freeze_weights=True .*only learned alphas"),
+        ({"lora_rank": 2, "freeze_weights": True}, "freeze_weights=True .*adapters are weights"),
         ({"over": 0.0}, r"over=0\.0"),
         ({"start": 0.5}, r"start=0\.5"),
         ({"task_weight": 0.0}, "task_weight=0.0 .*nothing is distilled"),
