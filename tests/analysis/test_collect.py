@@ -470,3 +470,16 @@ def test_remembered_sentences_survive_a_layer_found_later():
     assert extremes.values.shape[1:3] == (3, 4) and extremes.wanted() == {0, 1, 2, 3}
     after = extremes.pairs(0, 1)[0]
     assert (after.sparse, after.sparse_text) == (before.sparse, "one") and more.texts == {}
+
+
+def test_another_pass_adds_what_is_missing_and_changes_nothing():
+    pairs = sentences()
+    model = t5()
+    statistics = collect(model, batches(pairs[:4], 4), groups=["sparsity"])
+    before = {site: value.clone() for site, value in statistics.mean_support.items()}
+    other = collect(model, batches(pairs[4:], 4), groups=["sparsity", "diversity"])
+    assert any((other.mean_support[site] != before[site]).any() for site in before)
+    statistics.update(other)
+    for site, value in before.items():
+        assert torch.equal(statistics.mean_support[site], value)
+        assert torch.equal(statistics.head_diversity[site], other.head_diversity[site])

@@ -13,7 +13,7 @@ from transformers import T5Config, T5EncoderModel
 from hf_entmax import patch_model
 from hf_entmax.analysis import collect
 from hf_entmax.analysis.analyze import analyze
-from hf_entmax.analysis.metrics.roles import TEXT_ROLES
+from hf_entmax.analysis.metrics.roles import TEXT_ROLES, monotone_chance
 from hf_entmax.analysis.reading.words import token_table
 from hf_entmax.analysis.statistics import SiteStatistics
 from hf_entmax.analysis.statistics.accumulate import SiteSums, SumOptions
@@ -224,3 +224,11 @@ def test_heads_that_copy_or_move_forward_through_the_source_are_named(sparse, sh
     assert int(scores["copy"][2][0]) == sum(len(target) - 1 for _, target in sentences) == int(scores["monotone"][2][0])
     for name in ("copy", "diagonal", "monotone"):  # an even head is at chance
         assert float(scores[name][0][0, -1]) == pytest.approx(float(scores[name][1][0]), abs=1e-6)
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(1, 1.0), (2, 1.0), (5, 2 / 5)])
+def test_chance_of_monotone_alignment_is_a_share(keys, expected):
+    pairs = torch.zeros(1, 4, 6, dtype=torch.bool)
+    pairs[:, :3, :keys] = True  # three real queries, of which two follow another one
+    queries, chance = monotone_chance(pairs)
+    assert queries.tolist() == [2.0] and chance.tolist() == pytest.approx([2 * expected])
