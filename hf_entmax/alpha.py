@@ -166,12 +166,14 @@ class MappingOptions(nn.Module):
     """The options of a mapping other than entmax, one per head where they are learned.
 
     Args:
+        num_heads: number of query heads, H.
         mapping: name in ``hf_entmax.ops.controllable.ATTENTION_MAPPINGS``.
         options: option name -> module giving a float or a tensor ``[num_heads]``.
     """
 
-    def __init__(self, mapping: str, options: dict[str, nn.Module]) -> None:
+    def __init__(self, num_heads: int, mapping: str, options: dict[str, nn.Module]) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.mapping = mapping
         self.options = nn.ModuleDict(options)
 

@@ -12,6 +12,7 @@ from hf_entmax.config import EntmaxConfig
 from hf_entmax.integration.config_hook import softmax_refused
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
+from hf_entmax.integration.parallel import same_everywhere
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
@@ -189,6 +190,7 @@ def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:
     if beside.device.type == "meta":
         heads.to_empty(device="meta")
     heads.to(device=beside.device, dtype=dtype)
+    same_everywhere(heads, beside)
 
 
 def _named(name: str, given: str, prefix: str) -> bool:

@@ -51,7 +51,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
         if not uses_interface(module):
             continue
         site = _site(name, module)
-        sites.append(AttentionSite(name, site, counts[site], _head_count(name, module), module))
+        sites.append(AttentionSite(name, site, counts[site], head_count(module, name), module))
         counts[site] += 1
     return sites
 
@@ -169,7 +169,8 @@ def _site(name: str, module: nn.Module) -> Site:
     return "decoder_self" if causal else "encoder_self"
 
 
-def _head_count(name: str, module: nn.Module) -> int:
+def head_count(module: nn.Module, name: str = "") -> int:
+    """Number of query heads of an attention module, as the module or its configuration says."""
     for holder in (module, getattr(module, "config", None)):
         for attribute in _HEAD_COUNT_NAMES:
             count = getattr(holder, attribute, None)

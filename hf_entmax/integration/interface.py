@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,18 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_entmax.alpha import MappingOptions
 from hf_entmax.integration.config_hook import IMPLEMENTATION
+from hf_entmax.integration.discovery import head_count
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.integration.observe import Observer, is_observed, observers_of
+from hf_entmax.integration.parallel import heads_mesh, of_all_heads, of_own_heads, refuse_context_parallel
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
 CHILD = "entmax_norm"
@@ -82,6 +87,7 @@ def entmax_attention_forward(
             f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {CHILD!r}. Call "
             "hf_entmax.patch_model(model), or load a checkpoint that was saved from a patched model with hf_entmax imported."
         )
+    refuse_context_parallel()
     key_length = key.shape[-2]
     if attention_mask is not None and attention_mask.shape[-1] > key_length:
         attention_mask = attention_mask[..., :key_length]
@@ -108,29 +114,48 @@ def entmax_attention_forward(
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value, options = _append_sink(query, key, value, sink, options)
-    out, weights = _attend(heads, query, key, value, options)
+    mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
+    if mesh is not None:  # sparse rows cannot be gathered
+        options = dataclasses.replace(options, need_weights=bool(options.need_weights))
+    out, weights = _attend(heads, query, key, value, options, mesh)
     if weights is not None and sink is not None:
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
     out = out.transpose(1, 2).contiguous()
+    if mesh is not None and weights is not None:
+        weights = of_all_heads(weights, mesh, 1)
+    if mesh is not None and observers:
+        out = of_all_heads(out, mesh, 2)
     for observer in observers:
         out = observer.sees(module, weights, out)
+    if mesh is not None and observers:
+        out = of_own_heads(out, mesh, 2)
     # Transformers knows dense weights alone; sparse rows come only where it asked for none.
     return out, weights if isinstance(weights, Tensor) else None
 
 
 def _attend(
-    heads: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    heads: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    mesh: DeviceMesh | None,
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     if heads is None:
         # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
         return attend(query, key, value, 1.0, options, "torch")
-    numbers = heads()
+    numbers = heads() if mesh is None else of_own_heads(heads(), mesh)
     # PEFT may have wrapped it; calling the wrapper gives the trained copy.
     kind = getattr(heads, "original_module", heads)
     backend = getattr(kind, "backend", "auto")
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)
+
+
+def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:
+    """Query heads of a module, on all processes together."""
+    return head_count(module) if heads is None else getattr(heads, "original_module", heads).num_heads  # type: ignore[return-value]
 
 
 def _weights_wanted(

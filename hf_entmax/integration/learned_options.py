@@ -23,4 +23,4 @@ def mapping_heads(num_heads: int, config: EntmaxConfig) -> MappingOptions:
         else:
             shared = config.tie == "layer"
             options[name] = LearnedAlpha(num_heads, setting.value, setting.bounds, shared=shared, keep_float32=keep)
-    return MappingOptions(config.mapping, options)
+    return MappingOptions(num_heads, config.mapping, options)
