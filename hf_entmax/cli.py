@@ -173,6 +173,11 @@ app.command("analyze")(analyze_command)
 def _load(model: str, auto_class: str | None) -> Any:
     import transformers
 
+    looks_like_a_folder = model.startswith((".", "~", "/")) or model.count("/") > 1 or Path(model).is_absolute()
+    if looks_like_a_folder and not Path(model).is_dir():
+        raise ValueError(
+            f"There is no folder {model}: give a folder that holds a saved model, or a Hub id (owner/name)."
+        )
     if auto_class is None:
         config = transformers.AutoConfig.from_pretrained(model)
         names = getattr(config, "architectures", None) or []

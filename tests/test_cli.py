@@ -90,3 +90,10 @@ def test_every_command_has_help():
     for command in ("quickstart", "patch", "analyze", "bench", "doctor"):
         assert command in result.output
         assert run(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./missing", "../a/b"])
+def test_patch_names_a_folder_that_is_not_there(tmp_path, name):
+    result = run(app, ["patch", name, "--out", str(tmp_path / "sparse")])
+    assert result.exit_code == 1
+    assert f"There is no folder {name}" in str(result.exception)

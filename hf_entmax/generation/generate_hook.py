@@ -10,7 +10,7 @@ from hf_entmax.integration.config_hook import CONFIG_KEY, require
 
 
 def install() -> None:
-    """Hook ``GenerationMixin._get_logits_processor``.
+    """Hook ``GenerationMixin._get_logits_processor`` and ``init_continuous_batching``.
 
     Raises:
         ImportError: if this version of Transformers has it with other parameters.
@@ -20,6 +20,7 @@ def install() -> None:
     if getattr(GenerationMixin, "_hf_entmax_hooked", False):
         return
     require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
+    require(GenerationMixin, "init_continuous_batching", ["self", "generation_config"])
     original = GenerationMixin._get_logits_processor  # type: ignore[attr-defined]
 
     @functools.wraps(original)
@@ -38,7 +39,20 @@ def install() -> None:
             processors.insert(_place(processors), EntmaxLogitsProcessor(alpha))
         return processors
 
+    batching = GenerationMixin.init_continuous_batching  # type: ignore[attr-defined]
+
+    @functools.wraps(batching)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.config, CONFIG_KEY, None) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} is patched with entmax attention, which does not read the paged caches of continuous "
+                "batching (generate_batch, transformers serve --continuous-batching); the attention implementations that do "
+                "are softmax. Use model.generate with a padded batch, or serve without continuous batching."
+            )
+        return batching(self, *args, **kwargs)
+
     GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]
+    GenerationMixin.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
     GenerationMixin._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 

@@ -108,7 +108,7 @@ def entmax_mask(
     def build() -> Tensor | None:
         return eager_mask(*given, dtype, **kwargs)  # type: ignore[arg-type]
 
-    if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or isinstance(q_offset, Tensor):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(q_offset, Tensor):
         return build()
     limits = limits_of(mask_function)
     aligned = limits is not None and (

@@ -15,6 +15,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from hf_entmax.ops import dense
 from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import recorded
 from hf_entmax.ops.sparse_rows import SparseRows
 
 Backend = Literal["auto", "torch", "numba", "triton"]
@@ -99,7 +100,8 @@ def choose(
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}; the options are {', '.join(map(repr, BACKENDS))}.")
-    if name == "torch":
+    # A recorded graph is to run where hf_entmax is not: plain operations only, unless a kernel is asked for by name.
+    if name == "torch" or (name == "auto" and recorded()):
         return dense.attention
     if name == "auto":
         candidate = {"cpu": "numba", "cuda": "triton"}.get(query.device.type)
@@ -134,7 +136,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
         ``recompute_rows(scores, maximum, shift, scale, u, out)``, the same probabilities once more; and ``STEEP``,
         whether they take ``u = alpha - 1`` above 1.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not scores.numel():
+    if torch.compiler.is_compiling() or recorded() or not scores.numel():
         return None
     plain = type(scores) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
     if not plain or _peek_interpreter_stack() is not None:

@@ -200,7 +200,9 @@ def entmax(
     moved = scores.movedim(dim, -1)
     if scores.numel() == 0:
         return scores.clone()
-    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u, backend == "auto")
+    # torch.jit.trace cannot save a Function, but it can save what that does.
+    solve = EntmaxFunction.forward if torch.jit.is_tracing() else EntmaxFunction.apply
+    probs = solve(moved.reshape(-1, moved.shape[-1]), u, backend == "auto")
     return probs.reshape(moved.shape).movedim(-1, dim)
 
 

@@ -95,9 +95,14 @@ def exact_dtype(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
+def recorded() -> bool:
+    """Whether operations are being recorded for a graph that must stand alone: ``torch.export``, ONNX, ``torch.jit.trace``."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def values_visible(tensor: Tensor) -> bool:
     """Whether Python may look at values of this tensor: not while tracing, nor while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.device.type == "meta":
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
@@ -171,7 +176,7 @@ def is_steep(u: float | Tensor) -> bool:
 
 def _length_bound(length: int) -> int:
     """Return the row length that fixed numbers of steps must suffice for: in an export it may be unknown."""
-    return EXPORT_LENGTH if torch.compiler.is_exporting() else length
+    return EXPORT_LENGTH if recorded() else length
 
 
 def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:

@@ -1,0 +1,63 @@
+"""Traced and exported models stand alone and compute what the model computes."""
+
+import pytest
+import tiny_models as tiny
+import torch
+
+from hf_entmax import patch_model
+
+
+class Logits(torch.nn.Module):
+    """A model that takes tensors by position and returns its logits."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors):
+        return self.model(**dict(zip(self.names, tensors, strict=True))).logits
+
+
+def _case(family, options):
+    batch = tiny.inputs(family)
+    batch["attention_mask"][0, -2:] = 0
+    model = patch_model(tiny.build(family), **options)
+    model.config.use_cache = False
+    model = Logits(model, list(batch)).eval()
+    with torch.no_grad():
+        return model, tuple(batch.values()), model(*batch.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("bert", {"alpha": 1.5}), ("llama", {}), ("bart", {})])
+def test_a_trace_is_saved_and_computes_the_same(tmp_path, family, options):
+    model, tensors, expected = _case(family, options)
+    with torch.no_grad():
+        torch.jit.trace(model, tensors, check_trace=False).save(tmp_path / "model.pt")
+        found = torch.jit.load(tmp_path / "model.pt")(*tensors)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), [("bert", {"alpha": 1.5}), ("llama", {})])
+def test_an_exported_program_needs_no_kernel_of_ours(family, options):
+    model, tensors, expected = _case(family, options)
+    with torch.no_grad():
+        program = torch.export.export(model, tensors)
+        found = program.module()(*tensors)
+    assert not [node.target for node in program.graph.nodes if "hf_entmax" in str(node.target)]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("bert", {"alpha": 1.5}), ("llama", {}), ("bart", {})])
+def test_onnx_runs_elsewhere(tmp_path, family, options):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, tensors, expected = _case(family, options)
+    with torch.no_grad():
+        torch.onnx.export(model, tensors, tmp_path / "model.onnx", input_names=model.names, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    feed = {given.name: tensors[model.names.index(given.name)].numpy() for given in session.get_inputs()}
+    (found,) = session.run(None, feed)
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-5, rtol=1e-4)
