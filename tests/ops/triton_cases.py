@@ -643,3 +643,38 @@ def test_losses_use_the_row_kernels(alpha, smoothing, row_calls):
     for ours, exact in zip(found, losses(torch.float64), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-6)
     assert len(row_calls) == count
+
+
+@pytest.mark.parametrize("limit", ["padding", "bool mask", "causal bias", "softcap window"])
+def test_a_masked_key_is_not_read(limit):
+    """NaN in keys and values that a query may not see reaches neither its output nor a gradient."""
+    query, key, value, alpha = make(B=2, H=2, H_kv=1, T_q=20, T_k=20)
+    hidden = torch.zeros(2, 20, dtype=torch.bool)
+    hidden[0, 4], hidden[1, 17:] = True, True
+    lowest = torch.zeros(2, 1, 1, 20).masked_fill(hidden[:, None, None], -float("inf"))
+    options = {
+        "padding": {"key_padding_mask": ~hidden},
+        "bool mask": {"attention_mask": ~hidden[:, None, None]},
+        "causal bias": {"position_bias": lowest.requires_grad_(), "is_causal": True},
+        "softcap window": {"attention_mask": lowest.detach(), "softcap": 3.0, "sliding_window": 9, "is_causal": True},
+    }[limit]
+    grads = []
+    for fill in (0.0, float("nan")):
+        leaves = [t.detach().clone() for t in (query, key, value, alpha)]
+        for tensor in leaves[1:3]:
+            tensor[hidden[:, None].expand(tensor.shape[:3])] = fill
+        leaves = [t.requires_grad_() for t in leaves]
+        out = attention(*leaves, **options)[0]
+        inputs = [*leaves, lowest] if "position_bias" in options else leaves
+        grads.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out).cumsum(-1))])
+    for clean, spoilt in zip(*grads, strict=True):
+        torch.testing.assert_close(spoilt, clean, atol=1e-6, rtol=1e-5)
+
+
+def test_values_are_read_by_those_who_give_them_weight():
+    query, key, value, alpha = make(B=1, H=2, T_q=20, T_k=20)
+    weights = attention(query, key, value, alpha, is_causal=True, need_weights=True)[1]
+    with torch.no_grad():
+        value[0, :, 7, 1] = float("nan")
+    out = attention(query, key, value, alpha, is_causal=True)[0]
+    assert torch.equal(out.isnan().any(-1), weights[..., 7] > 0) and (weights[..., 7] > 0).any()

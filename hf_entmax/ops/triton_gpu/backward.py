@@ -23,6 +23,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
     score_tile,
     select,
     store_rows,
+    without_nonfinite,
 )
 
 
@@ -66,6 +67,63 @@ def _load_stats(stats, plane, rows, T_q):
 
 
 @triton.jit
+def _query_pass(
+    queries,
+    key,
+    value,
+    grads,
+    grad_weights,
+    row_max,
+    c,
+    row_delta,
+    row_log_slope,
+    rows,
+    first_row,
+    block_list,
+    n_listed,
+    plane,
+    terms,
+    mapping,
+    seed,
+    problem,
+    CAREFUL: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
+    """dL/dquery before scaling and the four sums of dL/dalpha; CAREFUL: keys without weight are not read."""
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    no_dots = tl.zeros([ROWS, COLS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sum_a = tl.zeros([ROWS], tl.float32)
+    sum_b = tl.zeros([ROWS], tl.float32)
+    sum_c = tl.zeros([ROWS], tl.float32)
+    sum_d = tl.zeros([ROWS], tl.float32)
+    for position in range(0, n_listed):
+        first_col = tl.load(block_list + position) * OPTIONS.COLS
+        keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
+        values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+        p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
+        dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
+        g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
+        # Of a key without weight nothing is known: its dot products and slope may be NaN.
+        g = tl.where(s == 0.0, 0.0, g - row_delta[:, None])
+        grad_z = s * g
+        if OPTIONS.SOFTCAP:
+            grad_z = tl.where(s == 0.0, 0.0, grad_z * score_slope)
+        if CAREFUL:
+            keys, _ = without_nonfinite(keys)
+        acc = dot(grad_z.to(keys.dtype), keys, acc, OPTIONS.PRECISION)
+        if OPTIONS.GRAD_ALPHA:
+            term_a, term_b, term_c, term_d = alpha_terms(p, s, log_p, g, row_log_slope[:, None], mapping)
+            sum_a += tl.sum(term_a, 1)
+            sum_b += tl.sum(term_b, 1)
+            sum_c += tl.sum(term_c, 1)
+            sum_d += tl.sum(term_d, 1)
+    return acc, sum_a, sum_b, sum_c, sum_d
+
+
+@triton.jit
 def _entmax_attention_bwd_query_kernel(
     query,
     key,
@@ -94,7 +152,6 @@ def _entmax_attention_bwd_query_kernel(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     H, T_q, n_q = problem.H, problem.T_q, problem.n_q
     pid = tl.program_id(0)
     block = n_q - 1 - pid % n_q if OPTIONS.CAUSAL else pid % n_q
@@ -136,30 +193,17 @@ def _entmax_attention_bwd_query_kernel(
         row_delta += extra / tl.where(slope == 0.0, 1.0, slope)
     tl.store(delta + row_index, row_delta, mask=rows < T_q)
 
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    sum_a = tl.zeros([ROWS], tl.float32)
-    sum_b = tl.zeros([ROWS], tl.float32)
-    sum_c = tl.zeros([ROWS], tl.float32)
-    sum_d = tl.zeros([ROWS], tl.float32)
     row_log_slope = log_slope(tl.load(stats + row_index * 5 + 4, mask=rows < T_q, other=0.0), mapping)
-    for position in range(0, n_listed):
-        first_col = tl.load(block_list + position) * OPTIONS.COLS
-        keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
-        values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
-        dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
-        g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
-        g -= row_delta[:, None]
-        grad_z = s * g
-        if OPTIONS.SOFTCAP:
-            grad_z *= score_slope
-        acc = dot(grad_z.to(keys.dtype), keys, acc, OPTIONS.PRECISION)
-        if OPTIONS.GRAD_ALPHA:
-            term_a, term_b, term_c, term_d = alpha_terms(p, s, log_p, g, row_log_slope[:, None], mapping)
-            sum_a += tl.sum(term_a, 1)
-            sum_b += tl.sum(term_b, 1)
-            sum_c += tl.sum(term_c, 1)
-            sum_d += tl.sum(term_d, 1)
+    acc, sum_a, sum_b, sum_c, sum_d = _query_pass(
+        queries, key, value, grads, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
+        n_listed, plane, terms, mapping, seed, problem, False, OPTIONS,
+    )  # fmt: skip
+    # 0 times what a hidden key holds may be NaN: as in the forward kernel.
+    if tl.max(tl.max((acc - acc != 0.0).to(tl.int32), 1), 0) != 0:
+        acc, sum_a, sum_b, sum_c, sum_d = _query_pass(
+            queries, key, value, grads, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
+            n_listed, plane, terms, mapping, seed, problem, True, OPTIONS,
+        )  # fmt: skip
 
     store_rows(select(grad_query, batch, head), acc * problem.scale, rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
     if OPTIONS.GRAD_ALPHA:
@@ -249,6 +293,7 @@ def _entmax_attention_bwd_key_kernel(
             grad_z = s * (g - row_delta[None, :])
             if OPTIONS.SOFTCAP:
                 grad_z *= score_slope
+            grad_z = tl.where(s == 0.0, 0.0, grad_z)
             key_acc = dot(grad_z.to(queries.dtype), queries, key_acc, OPTIONS.PRECISION)
 
     store_rows(select(grad_key, batch, kv_head), key_acc * problem.scale, cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -324,7 +369,7 @@ def _entmax_attention_bwd_bias_kernel(
             g = _weight_gradient(
                 dots, head_grad_weights, rows[:, None], cols[None, :], seed, small_plane, problem, OPTIONS
             )
-            acc += s * (g - row_delta[:, None])
+            acc += tl.where(s == 0.0, 0.0, s * (g - row_delta[:, None]))
 
     offsets = (bias_plane * T_q + rows)[:, None] * T_k + cols[None, :]
     tl.store(grad_bias + offsets, acc, mask=(rows < T_q)[:, None] & (cols < T_k)[None, :])

@@ -24,6 +24,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
     score_tile,
     select,
     store_rows,
+    without_nonfinite,
 )
 
 
@@ -41,6 +42,78 @@ def _key_extent_kernel(key_mask, extent, T_k, BLOCK: tl.constexpr):
         last = tl.maximum(last, tl.max(tl.where(real, cols + 1, 0), 0))
     tl.store(extent + batch * 2, first)
     tl.store(extent + batch * 2 + 1, last)
+
+
+@triton.jit
+def _output_pass(
+    queries,
+    key,
+    value,
+    row_max,
+    c,
+    rows,
+    first_row,
+    block_list,
+    n_listed,
+    row_of_lists,
+    plane,
+    terms,
+    mapping,
+    seed,
+    weights,
+    stats,
+    flags,
+    problem,
+    CAREFUL: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
+    """The sums ``p``, ``s``, entropy, ``-s y``, ``p v`` and ``s v`` of each row over the listed key blocks.
+
+    CAREFUL: values that are not finite count as 0 where no row gives them weight; rows that do are NaN.
+    """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
+    total = tl.zeros([ROWS], tl.float32)
+    slope = tl.zeros([ROWS], tl.float32)
+    entropy = tl.zeros([ROWS], tl.float32)
+    moment = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    spoilt = tl.zeros([ROWS], tl.int32)
+    slope_acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for position in range(0, n_listed):
+        index = tl.load(block_list + position)
+        _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+        values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+        if CAREFUL:
+            values, wrong = without_nonfinite(values)
+        y = z - row_max[:, None] - c[:, None]
+        p, s, _, log_p = expq(y, mapping, OPTIONS.ALPHA)
+        total += tl.sum(p, 1)
+        if stats is not None:
+            slope += tl.sum(s, 1)
+            if OPTIONS.GRAD_ALPHA:
+                entropy -= tl.sum(p * log_p, 1)
+                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
+            tl.store(flags + row_of_lists + index, 1, mask=tl.max(tl.max((s != 0.0).to(tl.int32), 1), 0) != 0)
+        if OPTIONS.DROPOUT:
+            factor = dropout_factor(tl.load(seed), plane, rows[:, None], cols[None, :], problem.dropout)
+            p *= factor
+            s *= factor
+        if CAREFUL:
+            read = wrong[None, :] & ((p != 0.0) | (s != 0.0))
+            spoilt = tl.maximum(spoilt, tl.max(read.to(tl.int32), 1))
+        acc = dot(p.to(values.dtype), values, acc, OPTIONS.PRECISION)
+        if stats is not None:
+            slope_acc = dot(s.to(values.dtype), values, slope_acc, OPTIONS.PRECISION)
+        if weights is not None:
+            # Not divided by their sum as the output is: that would take another pass, and it is 1 to a rounding.
+            offsets = (plane.to(tl.int64) * problem.T_q + rows)[:, None] * problem.T_k + cols[None, :]
+            inside = (rows < problem.T_q)[:, None] & (cols < problem.T_k)[None, :]
+            tl.store(weights + offsets, p.to(weights.dtype.element_ty), mask=inside)
+    if CAREFUL:
+        acc = tl.where(spoilt[:, None] != 0, float("nan"), acc)
+        slope_acc = tl.where(spoilt[:, None] != 0, float("nan"), slope_acc)
+    return total, slope, entropy, moment, acc, slope_acc
 
 
 @triton.jit
@@ -77,7 +150,6 @@ def _entmax_attention_fwd_kernel(
     ``[B, H, T_q, D_V]`` (sum s v / sum s).
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
-    BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
     H, T_q, n_q, n_k = problem.H, problem.T_q, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     # Causal blocks grow with their row: the longest start first, so that no long one is left for the end.
@@ -106,7 +178,7 @@ def _entmax_attention_fwd_kernel(
     n_listed = 0
     first_block, last_block = key_block_range(first_row, extent, batch, problem, OPTIONS)
     for index in range(first_block, last_block):
-        _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+        _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
         is_nan = tl.max((z != z).to(tl.int32), 1)
         top = tl.max(tl.where(z != z, MASKED, z), 1)
         row_max = tl.maximum(row_max, top)
@@ -133,7 +205,7 @@ def _entmax_attention_fwd_kernel(
         kept = 0
         for position in range(0, n_listed):
             index = tl.load(block_list + position)
-            _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+            _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
             p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             total += tl.sum(p, 1)
             slope += tl.sum(s, 1)
@@ -148,38 +220,17 @@ def _entmax_attention_fwd_kernel(
         n_passes += 1
     tl.debug_barrier()
 
-    # Last pass: the output, and what the backward pass wants to know of each row.
-    total = tl.zeros([ROWS], tl.float32)
-    slope = tl.zeros([ROWS], tl.float32)
-    entropy = tl.zeros([ROWS], tl.float32)
-    moment = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    slope_acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    for position in range(0, n_listed):
-        index = tl.load(block_list + position)
-        _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-        values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        y = z - row_max[:, None] - c[:, None]
-        p, s, _, log_p = expq(y, mapping, OPTIONS.ALPHA)
-        total += tl.sum(p, 1)
-        if stats is not None:
-            slope += tl.sum(s, 1)
-            if OPTIONS.GRAD_ALPHA:
-                entropy -= tl.sum(p * log_p, 1)
-                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
-            tl.store(flags + row_of_lists + index, 1, mask=tl.max(tl.max((s != 0.0).to(tl.int32), 1), 0) != 0)
-        if OPTIONS.DROPOUT:
-            factor = dropout_factor(tl.load(seed), plane, rows[:, None], cols[None, :], problem.dropout)
-            p *= factor
-            s *= factor
-        acc = dot(p.to(values.dtype), values, acc, OPTIONS.PRECISION)
-        if stats is not None:
-            slope_acc = dot(s.to(values.dtype), values, slope_acc, OPTIONS.PRECISION)
-        if weights is not None:
-            # Not divided by their sum as the output is: that would take another pass, and it is 1 to a rounding.
-            offsets = (plane.to(tl.int64) * T_q + rows)[:, None] * problem.T_k + cols[None, :]
-            inside = (rows < T_q)[:, None] & (cols < problem.T_k)[None, :]
-            tl.store(weights + offsets, p.to(weights.dtype.element_ty), mask=inside)
+    # Last pass: the output, and what the backward pass wants to know of each row. A weight of 0 times NaN is NaN: where
+    # that is met the pass is made again, with care, so that values without weight are not read.
+    total, slope, entropy, moment, acc, slope_acc = _output_pass(
+        queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+        seed, weights, stats, flags, problem, False, OPTIONS,
+    )  # fmt: skip
+    if tl.max(tl.max((acc - acc != 0.0).to(tl.int32), 1), 0) != 0:
+        total, slope, entropy, moment, acc, slope_acc = _output_pass(
+            queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+            seed, weights, stats, flags, problem, True, OPTIONS,
+        )  # fmt: skip
 
     # Rounding of the threshold leaves sum p a few 1e-7 off 1. Rows without a key have 0 / 1; NaN rows stay NaN.
     total = tl.where(total == 0.0, 1.0, total) + (row_max - row_max)

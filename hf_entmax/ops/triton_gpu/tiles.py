@@ -136,6 +136,14 @@ def store_rows(array, value, index, limit, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def without_nonfinite(tile):
+    """A tile ``[n, width]`` with 0 for NaN and infinities, and which of its rows held any, ``[n]``."""
+    wide = tile.to(tl.float32)
+    wrong = wide - wide != 0.0
+    return tl.where(wrong, 0.0, wide).to(tile.dtype), tl.max(wrong.to(tl.int32), 1) != 0
+
+
+@triton.jit
 def load_elements(array, rows, cols, inside):
     """Elements of one head at two-dimensional indices, in their own type; zero where not ``inside``."""
     offsets = rows.to(tl.int64) * array.stride_t + cols.to(tl.int64) * array.stride_d
