@@ -4,11 +4,13 @@ import csv
 import dataclasses
 import errno
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,50 +64,66 @@ def losses(folder):
     return [line["loss"] for line in log(folder) if "loss" in line]
 
 
-# The recipe, killed with SIGKILL after it has logged a step.
+# The recipe, killed with SIGKILL after it has logged a step; a process for each folder and step, forked from one.
 DRIVER = """
-import os, signal, sys
+import json, os, signal, sys
 sys.path.insert(0, {recipes!r})
 import inflection
 from common.run import Run
 log = Run.log
-def log_and_die(self, step, **values):
-    log(self, step, **values)
-    if step == {step} and "loss" in values:
-        os.kill(os.getpid(), signal.SIGKILL)
-Run.log = log_and_die
-inflection.main(inflection.parse(inflection.Settings, inflection.__doc__))
+for out, last in {runs!r}:
+    if os.fork():
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+        continue
+    def log_and_die(self, step, **values):
+        log(self, step, **values)
+        if step == last and "loss" in values:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Run.log = log_and_die
+    inflection.main(inflection.parse(inflection.Settings, inflection.__doc__, [*sys.argv[1:], "--out", out]))
+    os._exit(1)
 """
+STEPS = {"in the middle of an epoch": 7, "before the first checkpoint": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [7, 1], ids=["in the middle of an epoch", "before the first checkpoint"])
-def test_a_killed_run_goes_on_exactly(words, tmp_path, step):
+@pytest.fixture(scope="module")
+def killed_runs(words, tmp_path_factory):
+    """A run to its end in the folder ``whole``, and others that were killed after so many steps; its settings."""
+    folder = tmp_path_factory.mktemp("killed")
     torch.set_num_threads(1)
-    whole = settings(words, tmp_path / "whole", checkpoint_steps=2, attention="learned", output_alpha=1.5, dropout=0.3)
-    inflection.main(whole)
     AcceleratorState._reset_state(reset_partial_state=True)
-    killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
-    given = [word for name, value in dataclasses.asdict(killed).items() if value for word in (f"--{name}", str(value))]
-    driver = DRIVER.format(recipes=str(RECIPES), step=step)
+    whole = settings(words, folder / "whole", checkpoint_steps=2, attention="learned", output_alpha=1.5, dropout=0.3)
+    inflection.main(whole)
+    options = {name: value for name, value in dataclasses.asdict(whole).items() if value and name != "out"}
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    driver = DRIVER.format(recipes=str(RECIPES), runs=[(str(folder / str(step)), step) for step in STEPS.values()])
     ended = subprocess.run(
         [sys.executable, "-c", driver, *given],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")[:step]
+    assert ended.returncode == 0, ended.stderr
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_killed_run_goes_on_exactly(killed_runs, step):
+    whole = Path(killed_runs.out)
+    folder = whole.parent / str(step)
+    killed = dataclasses.replace(killed_runs, out=str(folder))
+    assert losses(folder) == losses(whole)[:step]
     with pytest.raises(ValueError, match=r"holds a run already: add --resume"):
         inflection.main(killed)
     with pytest.raises(ValueError, match=r"started differently \(lr was 0\.01, is now 0\.02; layers was 1, is now 2\)"):
         inflection.main(dataclasses.replace(killed, resume=True, lr=0.02, layers=2))
-    with (tmp_path / "killed" / "log.jsonl").open("a") as lines:
+    with (folder / "log.jsonl").open("a") as lines:
         lines.write('{"step": 99, "lo')  # as if it had been killed while writing
     inflection.main(dataclasses.replace(killed, resume=True, log_steps=3))
-    assert len(losses(tmp_path / "whole")) == 12
-    assert log(tmp_path / "killed") == log(tmp_path / "whole")
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
+    assert len(losses(whole)) == 12
+    assert log(folder) == log(whole)
+    results = [json.loads((place / "result.json").read_text()) for place in (whole, folder)]
     for name in ("accuracy", "optimal", "dev_accuracy", "best_step", "steps"):
         assert results[0][name] == results[1][name]
 
@@ -188,22 +206,23 @@ class TestFolder:
             Run(settings(words, tmp_path / "run", smoke=True, resume=True), "translation")
 
     def test_nobody_else_may_work_in_it(self, words, tmp_path):
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "import inflection\n"
-            "from common.run import Run\n"
-            "Run(inflection.Settings(data=sys.argv[2], out=sys.argv[3]), 'inflection')\n"
-            "print('ready', flush=True); sys.stdin.read()\n"
-        )
-        arguments = [sys.executable, "-c", code, str(RECIPES), words, str(tmp_path / "run")]
-        other = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        several = multiprocessing.get_context("fork")
+        ready = several.Event()
+
+        def work():
+            Run(inflection.Settings(data=words, out=str(tmp_path / "run")), "inflection")
+            ready.set()
+            time.sleep(300)
+
+        other = several.Process(target=work)
+        other.start()
         try:
-            assert other.stdout.readline() == "ready\n"
+            assert ready.wait(100)
             with pytest.raises(ValueError, match="another process is at work there"):
                 Run(inflection.Settings(data=words, out=str(tmp_path / "run")), "inflection")
         finally:
             other.kill()
-            other.communicate()
+            other.join()
         given = inflection.Settings(data=words, out=str(tmp_path / "run"))
         assert not Run(given, "inflection").resumes  # it was killed: the folder is free
         assert not Run(given, "inflection").resumes  # this process may take it up again
