@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hf_entmax.analysis.command import analyze_command
@@ -87,8 +88,14 @@ def patch(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id, directory or model_type: whether that model can be patched.")
+    ] = None,
+) -> None:
     """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
+    if model is not None:
+        return _examine(model)
     import torch
     import transformers
 
@@ -190,6 +197,42 @@ def _load(model: str, auto_class: str | None) -> Any:
     if loader is None:
         raise ValueError(f"transformers has no class {auto_class!r}: give --auto-class, e.g. AutoModelForCausalLM.")
     return loader.from_pretrained(model)
+
+
+def _examine(model: str) -> None:
+    """Say of a model, built from its configuration without weights, what patching reaches and what stays a softmax."""
+    import torch
+    import transformers
+
+    import hf_entmax
+    from hf_entmax.integration.discovery import attention_sites, check_supported
+
+    if model in transformers.CONFIG_MAPPING and not Path(model).exists():
+        config = transformers.AutoConfig.for_model(model)
+    else:
+        config = transformers.AutoConfig.from_pretrained(model)
+    name = (config.architectures or [""])[0]
+    with torch.device("meta"):
+        built = (
+            getattr(transformers, name)(config)
+            if hasattr(transformers, name)
+            else transformers.AutoModel.from_config(config)
+        )
+    try:
+        check_supported(built)
+    except ValueError as error:
+        _console.print(f"[red]No:[/] {escape(str(error))}")
+        raise typer.Exit(1) from error
+    table = Table(title=f"{type(built).__name__} can be patched")
+    for column in ("site", "attention modules", "heads"):
+        table.add_column(column)
+    sites = attention_sites(built)
+    for site in dict.fromkeys(s.site for s in sites):
+        own = [s for s in sites if s.site == site]
+        table.add_row(site, str(len(own)), str(sum(s.num_heads for s in own)))
+    _console.print(table)
+    kept = hf_entmax.unpatched_softmax(built)
+    _console.print(escape("Keeps a softmax: " + ", ".join(kept)) if kept else "Nothing keeps a softmax.")
 
 
 def _alpha_table(model: Any, title: str) -> Table:

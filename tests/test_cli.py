@@ -7,7 +7,7 @@ import tiny_models as tiny
 import transformers as tf
 from typer.testing import CliRunner
 
-from hf_entmax import alphas, entmax_config, is_patched
+from hf_entmax import alphas, entmax_config, is_patched, patch_model
 from hf_entmax.cli import app
 
 run = CliRunner().invoke
@@ -97,3 +97,15 @@ def test_patch_names_a_folder_that_is_not_there(tmp_path, name):
     result = run(app, ["patch", name, "--out", str(tmp_path / "sparse")])
     assert result.exit_code == 1
     assert f"There is no folder {name}" in str(result.exception)
+
+
+def test_doctor_judges_a_model_by_its_configuration(tmp_path):
+    said = run(app, ["doctor", "siglip_vision_model"])
+    assert said.exit_code == 0, said.output
+    assert "SiglipVisionModel can be patched" in said.output and "Keeps a softmax: head.attention" in said.output
+    patch_model(tiny.build("bart")).save_pretrained(tmp_path)
+    said = run(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == 0 and "Nothing keeps a softmax." in said.output
+    assert [line.split()[1::2] for line in said.output.splitlines() if "cross" in line] == [["cross", "2", "8"]]
+    refused = run(app, ["doctor", "gptj"])
+    assert refused.exit_code == 1 and "cannot be patched" in refused.output.replace("\n", " ")

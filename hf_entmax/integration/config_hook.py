@@ -16,8 +16,9 @@ What else was weighed. A ``model_type`` of our own stops the Auto classes, but `
 and every tool that goes by the type (the Hub's, converters) loses it. A name of our own in ``architectures`` is not
 looked at when a model is loaded. Weights that do not fit, or a file name of our own for them, would also stop a plain
 configuration over sparse weights, but break the Trainer's resuming, adapters, quantisers and everything else that reads
-safetensors. What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either. The Hub's page still shows
-the model's type and task; for a classifier it may list one more label.
+safetensors. What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either, nor ``AutoTokenizer`` where it asks
+for the configuration. The Hub's page still shows the model's type and task; for a classifier it may list one more label.
+What it does not stop: weights loaded with ``config=`` another configuration, which the loader was given on purpose.
 """
 
 from __future__ import annotations

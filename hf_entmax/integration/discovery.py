@@ -105,8 +105,8 @@ def unpatched_softmax(model: nn.Module) -> list[str]:
     """Names of the modules whose ``forward`` keeps a softmax of its own, patched or not.
 
     Patching replaces the attention between the tokens of a model. What it leaves alone is told here: pooling heads
-    (SigLIP), attention in image tokenizers (Chameleon, Janus), indexers and compressors (DeepSeek-V4), the choice among
-    the entries of a codebook (Wav2Vec2). The code of each module is looked at, not its name.
+    (SigLIP), attention in image tokenizers (Chameleon, Janus), indexers, compressors and the mixing of residual streams
+    (DeepSeek-V4), the choice among the entries of a codebook (Wav2Vec2). The code of each module is looked at, not its name.
 
     Two kinds are not listed, because they weigh no positions of a sequence: routers of mixtures of experts, told by
     their code, which speaks of experts, or by a class called router or gate; and what a whole model does with its own

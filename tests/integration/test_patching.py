@@ -234,6 +234,15 @@ def test_set_alphas():
     assert fixed.config.entmax_config["alpha"] == 2.0 and fixed.model.encoder.config.entmax_config["alpha"] == 2.0
 
 
+def test_layers_that_differ_in_their_number_of_heads():
+    config = tf.SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2)
+    model = patch_model(tf.SwinModel(config))
+    table = alphas(model)["encoder_self"]
+    assert table.isnan().tolist() == [[False, False, True, True], [False] * 4]
+    set_alphas(model, 1.5)
+    assert torch.allclose(alphas(model)["encoder_self"][~table.isnan()], torch.tensor(1.5))
+
+
 def test_alphas_in_the_graph():
     model = patch_model(tiny.build("gpt2"))
     sum(v.sum() for v in alphas(model, detach=False).values()).backward()

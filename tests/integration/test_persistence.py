@@ -324,6 +324,10 @@ def test_card_is_written_from_the_model_and_kept_when_edited(tmp_path):
     assert card.startswith("---\nlibrary_name: transformers") and "- hf_entmax" in card
     assert "T5ForConditionalGeneration" in card and "import hf_entmax" in card
     assert "| cross | 2 | 4 | all layers | 1.750 / 1.750 / 1.750 |" in card
+    part = patch_model(tiny.build("t5"), layers=(0,), exclude=("decoder.block.0.layer.1.EncDecAttention",))
+    part.save_pretrained(tmp_path / "part")
+    assert "| encoder_self | 2 | 4 | 1 of 2 layers |" in (tmp_path / "part/README.md").read_text()
+    assert "| cross | 2 | 4 | 0 of 2 layers | 1.000 / 1.000 / 1.000 |" in (tmp_path / "part/README.md").read_text()
     (tmp_path / "README.md").write_text("my own words")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "my own words"
