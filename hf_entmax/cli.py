@@ -92,6 +92,9 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or model_type: whether that model can be patched.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the CPU kernels now; kept for later runs.")
+    ] = False,
 ) -> None:
     """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
     if model is not None:
@@ -115,8 +118,10 @@ def doctor(
     backends.add_column("backend")
     backends.add_column("state")
     for name, state in hf_entmax.available_backends().items():
-        backends.add_row(name, str(state))
+        backends.add_row(name, escape(str(state)))
     _console.print(backends)
+    if compile:
+        _compile_kernels()
     try:
         _round_trip()
     except Exception as error:
@@ -135,11 +140,12 @@ def quickstart(
     ] = None,
     output_alpha: Annotated[float, typer.Option(help="alpha of the output loss; 1 is cross-entropy.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and split.")] = 0,
+    max_minutes: Annotated[float, typer.Option(help="When a training is stopped before its last step.")] = 30.0,
 ) -> None:
     """Patch, train, save, load and look at a model of English verbs: the whole path in a few minutes, offline."""
     from hf_entmax.quickstart import run
 
-    run(out, model=model, output_alpha=output_alpha, seed=seed)
+    run(out, model=model, output_alpha=output_alpha, seed=seed, max_minutes=max_minutes)
 
 
 @app.command()
@@ -233,6 +239,18 @@ def _examine(model: str) -> None:
     _console.print(table)
     kept = hf_entmax.unpatched_softmax(built)
     _console.print(escape("Keeps a softmax: " + ", ".join(kept)) if kept else "Nothing keeps a softmax.")
+
+
+def _compile_kernels() -> None:
+    from hf_entmax.ops import backends
+
+    module = backends.kernel_package("numba")
+    if isinstance(module, str):
+        raise ValueError(f"The CPU kernels cannot be compiled: {module}.")
+    with _console.status("Compiling the CPU kernels: about twenty seconds, once for this machine") as status:
+        folder = module.compile_kernels(lambda name: status.update(f"Compiled: {name}"))
+    kept = f"kept in {folder}" if folder else "which could not be kept: set NUMBA_CACHE_DIR to a writable directory"
+    _console.print(f"CPU kernels: compiled, {escape(kept)}.", highlight=False)
 
 
 def _alpha_table(model: Any, title: str) -> Table:

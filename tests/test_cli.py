@@ -79,6 +79,23 @@ def test_doctor_tells_versions_and_backends():
         assert word in result.output
 
 
+def test_doctor_names_the_extra_to_install(monkeypatch):
+    from hf_entmax.ops import backends
+
+    real = backends.importlib.util.find_spec
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    result = run(app, ["doctor"])
+    assert "pip install 'hf_entmax[gpu]'" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_doctor_compiles_ahead(monkeypatch):
+    numba_cpu = pytest.importorskip("hf_entmax.ops.numba_cpu.compiler")
+    done = []
+    monkeypatch.setattr(numba_cpu, "compile_all", lambda report: (report("forward"), done.append(True)))
+    result = run(app, ["doctor", "--compile"])
+    assert result.exit_code == 0 and done and "CPU kernels: compiled, kept in" in " ".join(result.output.split())
+
+
 def test_bench_prints_ratios():
     result = run(app, ["bench", "--length", "32", "--repeats", "1", "--implementation", "eager_softmax"])
     assert result.exit_code == 0, result.output + str(result.exception)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -28,7 +30,10 @@ _KERNELS = {
     "numba": ("hf_entmax.ops.numba_cpu", "numba", "pip install 'hf_entmax[cpu]'"),
     "triton": ("hf_entmax.ops.triton_gpu", "triton", "pip install 'hf_entmax[gpu]'"),
 }
+#: The first version of a library that works, and the first that was not tried: the kernels use its internals.
+_VERSIONS = {"numba": ((0, 60), (0, 69))}
 _loaded: dict[str, ModuleType | str] = {}
+logger = logging.getLogger(__name__)
 
 
 def available_backends() -> dict[str, str]:
@@ -53,6 +58,9 @@ def _missing(name: str) -> str | None:
     package, library, hint = _KERNELS[name]
     if importlib.util.find_spec(library) is None:
         return f"{library} is not installed ({hint})"
+    reason = _wrong_version(library)
+    if reason is not None:
+        return reason
     if name == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "there is no CUDA device"
     if importlib.util.find_spec(package) is None:
@@ -61,7 +69,22 @@ def _missing(name: str) -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
-def _kernel(name: str) -> ModuleType | str:
+def _wrong_version(library: str) -> str | None:
+    if library not in _VERSIONS:
+        return None
+    first, after = _VERSIONS[library]
+    try:
+        version = importlib.metadata.version(library)
+        release = tuple(int(part) for part in version.split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+    if first <= release < after:
+        return None
+    wanted = f"{library}>={'.'.join(map(str, first))},<{'.'.join(map(str, after))}"
+    return f"{library} {version} is installed, and this version of hf_entmax works with others: pip install '{wanted}'"
+
+
+def kernel_package(name: str) -> ModuleType | str:
     """Import a kernel package once; return it, or why it cannot be used."""
     if name not in _loaded:
         reason = _missing(name)
@@ -75,6 +98,8 @@ def _kernel(name: str) -> ModuleType | str:
                     _loaded[name] = module
                     return module
                 reason = f"{_KERNELS[name][0]} has no attention kernel in this installation"
+        if _wrong_version(_KERNELS[name][1]) is not None:
+            logger.warning("The %s backend is not used: %s. Slower backends take its place.", name, reason)
         _loaded[name] = reason
     return _loaded[name]
 
@@ -107,11 +132,11 @@ def choose(
         candidate = {"cpu": "numba", "cuda": "triton"}.get(query.device.type)
         if candidate is None:
             return dense.attention
-        module = _kernel(candidate)
+        module = kernel_package(candidate)
         if isinstance(module, str) or module.unsupported(query, key, value, alpha, options) is not None:
             return dense.attention
         return module.attention
-    module = _kernel(name)
+    module = kernel_package(name)
     if isinstance(module, str):
         raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")
     reason = module.unsupported(query, key, value, alpha, options)
@@ -142,7 +167,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     if not plain or _peek_interpreter_stack() is not None:
         return None
     for name in {"cpu": ("numba", "triton"), "cuda": ("triton",)}.get(scores.device.type, ()):
-        module = _kernel(name)
+        module = kernel_package(name)
         if not isinstance(module, str) and (kernel := module.row_kernel(scores)) is not None:
             return kernel
     return None

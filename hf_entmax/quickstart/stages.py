@@ -28,41 +28,20 @@ from transformers.trainer_callback import PrinterCallback
 
 #: Share of a stage in which the learning rate rises.
 WARMUP = 0.1
-#: Share of the time of a stage in which the learning rate falls where the time, and not the steps, runs out.
-COOLDOWN = 0.4
 
 
-class Pace:
-    """How far a stage is, in [0, 1]: by steps, or by the clock where a slow machine needs all of its time.
-
-    Args:
-        steps: optimiser steps of the stage, >= 1.
-        max_seconds: after which it ends in any case, s.
-    """
-
-    def __init__(self, steps: int, max_seconds: float) -> None:
-        self.steps, self.max_seconds = steps, max_seconds
-        self.start = time.monotonic()
-
-    def done(self, step: int) -> float:
-        """Share of the stage that lies behind."""
-        return min(1.0, max(step / self.steps, (time.monotonic() - self.start) / self.max_seconds))
-
-    def learning_rate(self, step: int) -> float:
-        """Factor of the learning rate: up to 1 within ``WARMUP`` of the steps, then linearly down to 0.
-
-        The clock has a say only when most of the time is spent, so that runs that are fast enough can be repeated.
-        """
-        done = step / self.steps
-        time_left = 1 - (time.monotonic() - self.start) / self.max_seconds
-        return max(0.0, min(max(done, 1 / self.steps) / WARMUP, (1 - done) / (1 - WARMUP), time_left / COOLDOWN, 1.0))
+def learning_rate(step: int, steps: int) -> float:
+    """Factor of the learning rate: up to 1 within ``WARMUP`` of the steps, then linearly down to 0."""
+    done = step / steps
+    return max(0.0, min(max(done, 1 / steps) / WARMUP, (1 - done) / (1 - WARMUP), 1.0))
 
 
 class _Progress(TrainerCallback):
-    """A bar with the current loss, and the end of the stage when its time is up."""
+    """A bar with the current loss, and an early end of the stage, never a silent one, where its time is up."""
 
-    def __init__(self, title: str, pace: Pace, console: Console) -> None:
-        self.pace = pace
+    def __init__(self, title: str, steps: int, max_seconds: float, console: Console) -> None:
+        self.title, self.steps, self.max_seconds, self.console = title, steps, max_seconds, console
+        self.start = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -71,17 +50,17 @@ class _Progress(TrainerCallback):
             TimeRemainingColumn(),
         )
         self.bar = Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console)
-        self.task = self.bar.add_task(title, total=pace.steps, loss="-")
+        self.task = self.bar.add_task(title, total=steps, loss="-")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.pace.start = time.monotonic()
+        self.start = time.monotonic()
         self.bar.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
-        if self.pace.done(state.global_step) >= 1.0:
+        if state.global_step < self.steps and time.monotonic() - self.start >= self.max_seconds:
             control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -93,6 +72,12 @@ class _Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.bar.stop()
+        if state.global_step < self.steps:
+            self.console.print(
+                f"[bold red]{self.title} stopped after {state.global_step:,} of {self.steps:,} steps[/], because its "
+                f"{self.max_seconds:.0f} seconds were over. The numbers below are those of an unfinished training and "
+                "not comparable with published ones; give max_minutes (--max-minutes) more time."
+            )
 
 
 def train(
@@ -109,8 +94,8 @@ def train(
     seed: int,
     console: Console,
     callbacks: Sequence[TrainerCallback] = (),
-) -> list[dict[str, Any]]:
-    """Train with the Seq2SeqTrainer, batches grouped by length, and return its log.
+) -> int:
+    """Train with the Seq2SeqTrainer, batches grouped by length.
 
     Args:
         model: changed in place.
@@ -120,16 +105,15 @@ def train(
         title: of the progress bar.
         out_dir: the Trainer's output directory.
         steps: optimiser steps, >= 1.
-        max_seconds: time after which training ends with its learning rate at 0 even if steps are left, s.
+        max_seconds: time after which training ends and says so even if steps are left, s.
         batch_size: pairs per step.
         seed: of the order and of dropout.
         console: where the bar is drawn.
         callbacks: more callbacks for the Trainer.
 
     Returns:
-        ``trainer.state.log_history``.
+        The number of steps done.
     """
-    pace = Pace(steps, max_seconds)
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(out_dir),
         max_steps=steps,
@@ -149,9 +133,9 @@ def train(
         train_dataset=data,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
-        optimizers=(optimizer, LambdaLR(optimizer, pace.learning_rate)),
-        callbacks=[*callbacks, _Progress(title, pace, console)],
+        optimizers=(optimizer, LambdaLR(optimizer, lambda step: learning_rate(step, steps))),
+        callbacks=[*callbacks, _Progress(title, steps, max_seconds, console)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return trainer.state.log_history
+    return trainer.state.global_step

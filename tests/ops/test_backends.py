@@ -129,3 +129,28 @@ def test_dtype_of_the_output_follows_the_value():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         query, key, value = tensors(dtype=dtype)
         assert entmax_attention(query, key, value, 1.5)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("version", ["0.59.1", "0.69.0", "1.0"])
+def test_another_numba_is_not_used_and_this_is_said_once(version, monkeypatch, caplog):
+    monkeypatch.setattr(backends, "_loaded", {})
+    real = backends.importlib.metadata.version
+    monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: version if name == "numba" else real(name))
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
+    assert f"numba {version} is installed" in available_backends()["numba"]
+    query, key, value = tensors()
+    for _ in range(2):
+        out, _weights = entmax_attention(query, key, value, 1.5)
+        assert torch.equal(out, entmax_attention(query, key, value, 1.5, backend="torch")[0])
+    assert [r.getMessage() for r in caplog.records].count(caplog.messages[0]) == len(caplog.messages) == 1
+    assert "numba>=0.60,<0.69" in caplog.text
+    with pytest.raises(ValueError, match=r"pip install 'numba>=0\.60,<0\.69'"):
+        entmax_attention(query, key, value, 1.5, backend="numba")
+
+
+def test_the_versions_of_numba_are_those_of_the_installation():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (first, after) = backends._VERSIONS["numba"]
+    assert f'cpu = ["numba>={first[0]}.{first[1]},<{after[0]}.{after[1]}"]' in text

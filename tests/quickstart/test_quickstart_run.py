@@ -13,9 +13,10 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
-from hf_entmax.quickstart import run
+from hf_entmax.quickstart import data, run
+from hf_entmax.quickstart.base import small_bart
 from hf_entmax.quickstart.reload import check_reload
-from hf_entmax.quickstart.stages import Pace
+from hf_entmax.quickstart.stages import learning_rate, train
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +131,36 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], message: 
         run(tmp_path, **arguments)
 
 
-def test_pace_ends_by_steps_or_by_the_clock() -> None:
-    by_steps = Pace(steps=10, max_seconds=1e9)
-    assert by_steps.done(10) == 1.0 and by_steps.learning_rate(10) == 0.0
-    assert by_steps.learning_rate(1) == pytest.approx(1.0)
-    rates = [by_steps.learning_rate(step) for step in range(11)]
+def test_the_learning_rate_rises_and_falls_with_the_steps() -> None:
+    rates = [learning_rate(step, 10) for step in range(11)]
+    assert rates[1] == pytest.approx(1.0) and rates[10] == 0.0
     assert max(rates) <= 1.0 and min(rates) == 0.0 and rates[2:] == sorted(rates[2:], reverse=True)
-    by_clock = Pace(steps=10, max_seconds=1e-9)
-    assert by_clock.done(1) == 1.0 and by_clock.learning_rate(1) == 0.0
+
+
+def test_all_steps_are_done_and_counted(finished: tuple[Path, dict[str, Any], str]) -> None:
+    _, results, printed = finished
+    assert results["steps_done"] == {"softmax": 8, "entmax": 4}
+    assert "8 of 8 steps with softmax, 4 of 4 steps with entmax" in " ".join(printed.split())
+    assert "stopped after" not in printed
+
+
+def test_a_training_that_is_cut_short_says_so(tmp_path: Path) -> None:
+    verbs = data.read_verbs()
+    tokenizer = data.build_tokenizer(verbs)
+    model = small_bart(tokenizer)
+    console = Console(file=io.StringIO(), width=300)
+    done = train(
+        model,
+        tokenizer,
+        data.training_set(data.questions(verbs[:20]), tokenizer),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        title="training",
+        out_dir=tmp_path,
+        steps=5,
+        max_seconds=1e-9,
+        batch_size=4,
+        seed=0,
+        console=console,
+    )
+    assert done == 1
+    assert "training stopped after 1 of 5 steps" in console.file.getvalue()  # type: ignore[attr-defined]

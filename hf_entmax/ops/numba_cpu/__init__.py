@@ -5,6 +5,7 @@ Importing this package imports neither numba nor the kernels; the first call of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -47,6 +48,22 @@ def unsupported(
     if not torch.compiler.is_compiling() and _peek_interpreter_stack() is not None:
         return "query, key or value is inside a torch.func transform (vmap, grad, jvp), which the numba kernel has no rules for"
     return None
+
+
+def compile_kernels(report: Callable[[str], None]) -> str | None:
+    """Compile all kernels ahead of their first use.
+
+    Args:
+        report: called with the name of each kernel when it is ready.
+
+    Returns:
+        The folder of the machine code, or None where it cannot be kept.
+    """
+    from . import compiler
+
+    compiler.compile_all(report)
+    folder = compiler.cache_folder()
+    return None if folder is None else str(folder)
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:

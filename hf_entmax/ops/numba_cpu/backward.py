@@ -50,6 +50,8 @@ _f = np.float32
 _ZERO, _ONE = _f(0.0), _f(1.0)
 # From this u on the plain form of d_alpha loses less than one decimal digit.
 _STABLE_BELOW = 0.5
+# A factor beyond this power of e is held for this: the gradient is then no float32.
+_LARGEST_LOG = 80.0
 # Up to this argument the series of `remainder_ratio` is exact to float32.
 _SERIES_UP_TO = 0.5
 
@@ -95,12 +97,35 @@ def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, fa
 
 
 @jit
+def _relative_to_smallest(p, g, n):
+    """Subtract from dP what it is at the smallest weight; returns the logarithm of that weight.
+
+    For ``u > 1`` that weight's ``s`` outweighs all others, so that its ``dP - delta`` would be a difference of near equals.
+    """
+    least, place = _f(np.inf), 0
+    for k in range(n):
+        weight = read_f32(p + 4 * k)
+        if _ZERO < weight < least:
+            least, place = weight, k
+    if not least <= _ONE:
+        return 0.0
+    reference = read_f32(g + 4 * place)
+    for k in range(n):
+        write_f32(g + 4 * k, read_f32(g + 4 * k) - reference)
+    return math.log(float(least))
+
+
+@jit
 def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
     """Turn dP of one row in ``g`` into ``factor * dS``; returns the row's d_alpha.
 
     ``p`` may hold zeros (rows stored densely); ``s`` and ``logs`` are scratch for as many floats.
     """
-    exponent = splat(_f(1.0 - u))
+    exponent, base = splat(_f(1.0 - u)), splat(_ZERO)
+    if u > 1.0:
+        # There p**(1 - u) has no bound: it is taken relative to that of the smallest weight.
+        least = _relative_to_smallest(p, g, n)
+        base, factor = splat(_f(least)), factor * math.exp(min((1.0 - u) * least, _LARGEST_LOG))
     norm, slope_g, weight_g = splat(_ZERO), splat(_ZERO), splat(_ZERO)
     entropy, entropy_g = splat(_ZERO), splat(_ZERO)
     lowest, highest = splat(_ZERO), splat(_f(-np.inf))
@@ -110,7 +135,7 @@ def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
         weight = select(valid, weight, splat(_ONE))
         gradient = select(valid, load(g + 4 * k), splat(_ZERO))
         log_weight = log(weight)
-        slope = weight if u < 1e-8 else exp(log_weight * exponent)
+        slope = weight if u < 1e-8 else exp((log_weight - base) * exponent)
         slope = select(valid, slope, splat(_ZERO))
         store(s + 4 * k, slope)
         store(logs + 4 * k, log_weight)
