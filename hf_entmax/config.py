@@ -17,6 +17,8 @@ AlphaDtype = Literal["float32", "auto"]
 SITES: tuple[Site, ...] = get_args(Site)
 TIES: tuple[Tie, ...] = get_args(Tie)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+#: Defaults of ``alpha_init`` in earlier versions: stored in every checkpoint, those without a learned alpha too.
+_FORMER_STARTS = (1.1,)
 ALPHA_DTYPES: tuple[AlphaDtype, ...] = get_args(AlphaDtype)
 
 
@@ -175,6 +177,10 @@ class EntmaxConfig:
                 f"entmax_config (written by hf_entmax {written_by}) has unknown fields {unknown}; known are {sorted(known)}. "
                 "Upgrade hf_entmax, or remove the fields if they were added by hand."
             )
+        if (data.get("alpha", "learned") != "learned" or data.get("mapping", "entmax") != "entmax") and (
+            data.get("alpha_init") in _FORMER_STARTS
+        ):
+            del data["alpha_init"]  # the default of the version that wrote it, which had no effect there either
         return cls(**data)
 
     def replace(self, **changes: Any) -> EntmaxConfig:
