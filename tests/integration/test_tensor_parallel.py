@@ -36,13 +36,23 @@ def run(script, *arguments, processes=2):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def _llama(key_heads):
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**tiny._LLAMA, "num_key_value_heads": key_heads})).eval()
+    with torch.no_grad():  # weights large enough for the alphas to matter
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(0.3 / parameter.std())
+    return model
+
+
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     """The folder of the models, that of the run and what both processes saw."""
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("run")
     for name, options in OPTIONS.items():
         # Four processes need four heads of keys, two may share.
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**tiny._LLAMA, "num_key_value_heads": 4 if name in FOUR else 2}))
+        torch.manual_seed(0)
+        model = _llama(4 if name in FOUR else 2)
         if options is not None:
             patch_model(model, **options)
         if name == "heads":
@@ -70,7 +80,7 @@ def test_two_processes_agree_with_one(split, name):
     alone = seen(start, tiny.inputs("llama"))
     if name != "softmax" and name != "fixed":
         learned = {key: value for key, value in alone["gradients"].items() if ".entmax_norm." in key}
-        assert learned and all(value.abs().max() > 1e-6 for value in learned.values())
+        assert learned and all(value.abs().max() > 1e-4 for value in learned.values())
     for rank in ranks:
         agree(alone, rank[name], 1e-6)
     # Saved whole: one process reads what the trained model was.
