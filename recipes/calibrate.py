@@ -1,0 +1,175 @@
+"""How many attention weights of a pretrained model can be exactly zero without training one: alphas within budgets on the loss.
+
+    python recipes/pretrained_folders.py smollm2 models/smollm2
+    python recipes/calibrate.py --model models/smollm2 --out runs/smollm2-calibrated
+    python recipes/pretrained_folders.py minilm models/minilm
+    python recipes/calibrate.py --model models/minilm --pairs summ/scitldr-a/{split}.jsonl.gz --out runs/minilm-calibrated
+
+Budgets are in percent of perplexity. A causal model is calibrated on blocks of the training text (``--data``) and judged on the
+test text. A sentence encoder has no loss of its own: given ``--pairs`` of texts that mean the same (columns ``source`` and
+``target``), it is the one such encoders are trained with, to find a text's partner among the others of its batch (InfoNCE, cosines
+times 20); its embeddings are compared with those of the softmax model as well. Each budget makes one row of ``--results`` and one
+model in ``OUT/BUDGET``; a row that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from common.blocks import collate, cut, encode
+from common.heads import head_statistics
+from common.results import Results, columns, command, hardware, versions
+from hf_entmax import calibrate_alphas, patch_model, softmax_attention
+from hf_entmax.analysis.reading.tables import read_lists, read_text
+
+FIELDS = columns(
+    "model data budget calibration_tokens steps loss_before loss_after density_calibration heldout_tokens heldout_before",
+    "heldout_after heldout_percent density cosine similarity_correlation accuracy_before accuracy alpha_median alpha_max",
+    "seconds command hardware versions",
+)
+NOT_IN_COMMAND = ("--out", "--results", "--budgets")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a causal model, or with --pairs an encoder: folder or Hub id")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the calibrated models")
+    parser.add_argument("--results", type=Path, help="CSV file for the rows (default: OUT/calibration.csv)")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0, 0.5, 1, 2, 5], help="percent of perplexity")
+    parser.add_argument("--data", default="lm/wikitext-2/{split}.txt.gz", help="text for causal models")
+    parser.add_argument("--pairs", help="pairs of texts for sentence encoders; {split} is train and test")
+    parser.add_argument("--block", type=int, default=512, help="tokens in a block, or in the longest text")
+    parser.add_argument("--batch", type=int, default=0, help="blocks (default 1) or pairs (default 32) in a batch")
+    parser.add_argument("--size", type=int, default=16, help="batches to calibrate on")
+    parser.add_argument("--heldout", type=int, default=48, help="batches of test data")
+    parser.add_argument("--steps", type=int, default=80, help="gradient steps on the alphas")
+    return parser.parse_args()
+
+
+def text_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
+    """Whole blocks of running text."""
+    size = args.batch or 1
+    ids, _ = encode(read_text(args.data.replace("{split}", split)), tokenizer, count * size * args.block)
+    blocks = cut(ids, args.block, full_only=True)
+    return [collate(blocks[start : start + size]) for start in range(0, len(blocks), size)][:count]
+
+
+def pair_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
+    """Texts and their partners, one after the other: row ``i`` belongs to row ``i + n``."""
+    size = args.batch or 32
+    rows = read_lists(args.pairs.replace("{split}", split), ("source", "target"))[: count * size]
+    batches = []
+    for start in range(0, len(rows) - size + 1, size):
+        part = rows[start : start + size]
+        texts = [" ".join(source) for source, _ in part] + [target[0] for _, target in part]
+        options: Any = {"padding": True, "truncation": True, "max_length": args.block, "return_tensors": "pt"}
+        batches.append(dict(tokenizer(texts, **options)))
+    return batches
+
+
+def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Mean over the tokens, of length 1."""
+    states = model(**batch).last_hidden_state
+    return F.normalize((states * batch["attention_mask"][..., None]).sum(1), dim=-1)
+
+
+def contrast(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """InfoNCE, nats per text."""
+    texts, partners = embeddings(model, batch).chunk(2)
+    return F.cross_entropy(20 * texts @ partners.T, torch.arange(len(texts), device=texts.device))
+
+
+def text_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Nats per token."""
+    return model(**batch, use_cache=False).loss
+
+
+@torch.no_grad()
+def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[str, Any]:
+    """Loss with softmax attention and without, and what became of embeddings."""
+    loss = contrast if pairs else text_loss
+    count = sum(
+        len(batch["input_ids"]) // 2 if pairs else int((batch["labels"][:, 1:] != -100).sum()) for batch in batches
+    )
+    after = sum(float(loss(model, batch)) for batch in batches) / len(batches)
+    own = [embeddings(model, batch) for batch in batches] if pairs else []
+    with softmax_attention(model):
+        before = sum(float(loss(model, batch)) for batch in batches) / len(batches)
+        plain = [embeddings(model, batch) for batch in batches] if pairs else []
+    percent = 100 * math.expm1(after - before)
+    found = {"heldout_tokens": count, "heldout_before": before, "heldout_after": after, "heldout_percent": percent}
+    if pairs:
+        cosines, correct, similarities = [], [], []
+        for vectors in (plain, own):
+            parts = [part.chunk(2) for part in vectors]
+            matrices = [a @ b.T for a, b in parts]
+            correct.append(torch.cat([(m.argmax(1) == torch.arange(len(m))).float() for m in matrices]).mean())
+            similarities.append(torch.cat([m.flatten() for m in matrices]))
+        cosines = torch.cat([(a * b).sum(-1) for a, b in zip(plain, own, strict=True)])
+        ranks = torch.stack([values.argsort().argsort().double() for values in similarities])
+        found |= {"cosine": float(cosines.mean()), "similarity_correlation": float(torch.corrcoef(ranks)[0, 1])}
+        found |= {"accuracy_before": float(correct[0]), "accuracy": float(correct[1])}
+    return found
+
+
+def main() -> None:
+    args = parse()
+    results = Results(args.results or args.out / "calibration.csv", FIELDS)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    make = pair_batches if args.pairs else text_batches
+    batches, test = make(args, tokenizer, "train", args.size), make(args, tokenizer, "test", args.heldout)
+    called = command(NOT_IN_COMMAND, ("--budgets",))
+    auto: Any = AutoModel if args.pairs else AutoModelForCausalLM
+    for budget in args.budgets:
+        if results.has(command=called, budget=budget):
+            continue
+        model = patch_model(auto.from_pretrained(args.model, dtype=torch.float32).eval())
+        start = time.perf_counter()
+        found = calibrate_alphas(
+            model,
+            batches,
+            math.log1p(budget / 100),
+            loss=contrast if args.pairs else None,
+            steps=args.steps,
+            progress=lambda line: print(line, flush=True),
+        )
+        seconds = time.perf_counter() - start
+        rich.print(found)
+        model.save_pretrained(args.out / f"{budget:g}")
+        tokenizer.save_pretrained(args.out / f"{budget:g}")
+        heads = torch.cat([values.flatten() for values in found.alphas.values()])
+        inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in test]
+        measures = heldout(model, test, bool(args.pairs)) | {"density": head_statistics(model, inputs)["density"]}
+        row = {name: round(value, 5) if isinstance(value, float) else value for name, value in measures.items()}
+        results.add(
+            model=Path(args.model).name,
+            data=args.pairs or args.data,
+            budget=budget,
+            calibration_tokens=found.tokens,
+            steps=args.steps,
+            loss_before=round(found.loss_before, 5),
+            loss_after=round(found.loss_after, 5),
+            density_calibration=round(found.mean_density, 4),
+            alpha_median=round(float(heads.median()), 4),
+            alpha_max=round(float(heads.max()), 4),
+            seconds=round(seconds, 1),
+            command=called,
+            hardware=hardware(),
+            versions=versions(),
+            **row,
+        )
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

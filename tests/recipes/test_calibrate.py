@@ -1,0 +1,84 @@
+"""What zeros cost without training: rows of the calibration recipe, on models made for the purpose."""
+
+import csv
+import gzip
+import json
+import math
+import sys
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import calibrate
+import hf_entmax
+
+WORDS = [f"w{i}" for i in range(tiny.VOCAB - 3)]
+
+
+def _folder(path, model):
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[BOS]", "[EOS]", *WORDS])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tf.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]").save_pretrained(path)
+    model.save_pretrained(path)
+    return path
+
+
+def _texts(count, length):
+    generator = torch.Generator().manual_seed(1)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator)) for _ in range(count)]
+
+
+def _run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["recipes/calibrate.py", *map(str, words)])
+    calibrate.main()
+
+
+def _rows(path):
+    with open(path, newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_a_causal_model_within_its_budgets_and_no_row_twice(tmp_path, monkeypatch):
+    model = _folder(tmp_path / "model", tiny.build("llama"))
+    for split in ("train", "test"):
+        with gzip.open(tmp_path / f"{split}.txt.gz", "wt", encoding="utf-8") as file:
+            file.write("\n".join(_texts(8, 12)) + "\n")
+    words = ["--model", model, "--data", tmp_path / "{split}.txt.gz", "--out", tmp_path / "out", "--block", 16]
+    words += ["--size", 2, "--heldout", 2, "--steps", 2]
+    _run(monkeypatch, *words, "--budgets", 1)
+    _run(monkeypatch, *words, "--budgets", 1, 5)
+    rows = _rows(tmp_path / "out" / "calibration.csv")
+    assert [row["budget"] for row in rows] == ["1.0", "5.0"]
+    for row in rows:
+        assert float(row["loss_after"]) - float(row["loss_before"]) <= math.log1p(float(row["budget"]) / 100) + 2e-5
+        assert 0 < float(row["density"]) <= 1 and row["cosine"] == "" and "--budgets" not in row["command"]
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "5")
+    assert again.config.entmax_calibration["tokens"] == int(rows[1]["calibration_tokens"]) == 30
+    batches = calibrate.text_batches(_arguments(tmp_path), tf.AutoTokenizer.from_pretrained(model), "test", 2)
+    assert calibrate.heldout(again, batches, False)["heldout_after"] == pytest.approx(float(rows[1]["heldout_after"]), abs=1e-4)  # fmt: skip
+
+
+def _arguments(tmp_path):
+    return type("Arguments", (), {"data": str(tmp_path / "{split}.txt.gz"), "block": 16, "batch": 0})()
+
+
+def test_a_sentence_encoder_by_pairs(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = _folder(tmp_path / "model", tf.BertModel(tiny.build("bert").config))
+    for split in ("train", "test"):
+        with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt", encoding="utf-8") as file:
+            for text in _texts(8, 6):
+                file.write(json.dumps({"source": [text], "target": [text[: len(text) // 2]]}) + "\n")
+    _run(
+        monkeypatch, "--model", model, "--pairs", tmp_path / "{split}.jsonl.gz", "--out", tmp_path / "out", "--budgets", 2,
+        "--batch", 4, "--size", 2, "--heldout", 2, "--steps", 2, "--block", 16,
+    )  # fmt: skip
+    (row,) = _rows(tmp_path / "out" / "calibration.csv")
+    assert float(row["loss_after"]) - float(row["loss_before"]) <= math.log1p(0.02) + 2e-5
+    assert row["heldout_tokens"] == "8" and -1 <= float(row["similarity_correlation"]) <= 1
+    assert float(row["cosine"]) > 0.5 and 0 <= float(row["accuracy"]) <= 1
+    assert hf_entmax.is_patched(tf.AutoModel.from_pretrained(tmp_path / "out" / "2"))
