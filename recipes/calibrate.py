@@ -31,6 +31,7 @@ from common.heads import head_statistics
 from common.results import Results, columns, command, hardware, versions
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
 from hf_entmax.analysis.reading.tables import read_lists, read_text
+from hf_entmax.integration.patching import update_config
 
 FIELDS = columns(
     "model data budget calibration_tokens steps loss_before loss_after density_calibration heldout_tokens heldout_before",
@@ -133,7 +134,8 @@ def main() -> None:
     for budget in args.budgets:
         if results.has(command=called, budget=budget):
             continue
-        model = patch_model(auto.from_pretrained(args.model, dtype=torch.float32).eval())
+        # Most passes look at all weights: the dense path has them at hand.
+        model = patch_model(auto.from_pretrained(args.model, dtype=torch.float32).eval(), backend="torch")
         start = time.perf_counter()
         found = calibrate_alphas(
             model,
@@ -145,6 +147,7 @@ def main() -> None:
         )
         seconds = time.perf_counter() - start
         rich.print(found)
+        update_config(model, backend="auto")
         model.save_pretrained(args.out / f"{budget:g}")
         tokenizer.save_pretrained(args.out / f"{budget:g}")
         heads = torch.cat([values.flatten() for values in found.alphas.values()])

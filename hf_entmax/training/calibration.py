@@ -354,7 +354,7 @@ class _Search:
         # From the very bottom no step would lead up within this search: the slope of alpha in `a` is almost 0 there.
         values = origin.clamp(min=_START).requires_grad_(True)
         optimizer = torch.optim.Adam([values], lr=learning_rate)
-        constraint = LossBudget(self.budget, rate=0.3, start=max(price, self.budget, 0.01), memory=0.8)
+        constraint = LossBudget(self.budget, rate=0.3, start=max(price, 5 * self.budget, 0.05), memory=0.8)
         for step in range(steps):
             index = step % len(self.task.batches)
             optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
