@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_entmax._version import __version__
+from hf_entmax.integration.config_hook import CALIBRATION_KEY
 from hf_entmax.integration.discovery import attention_sites, unpatched_softmax
 from hf_entmax.integration.interface import CHILD
 
@@ -58,6 +59,12 @@ Install with `pip install hf_entmax`; it needs `transformers>=5.17,<6`. This car
 {%- endfor %}
 
 alpha = 1 is the softmax, 1.5 is 1.5-entmax, 2 is sparsemax{{ "; each was learned with the model" if learned else "" }}.
+{%- if calibration %}
+
+Before any further training the alphas were calibrated on {{ calibration.tokens }} tokens, with no weight changed: loss
+{{ "%.4f"|format(calibration.loss_before) }} with softmax, {{ "%.4f"|format(calibration.loss_after) }} with these alphas
+({{ "%.4g"|format(calibration.max_loss_increase) }} more was allowed); `config.json` has the density of every head.
+{%- endif %}
 {%- if kept %}
 
 These modules are no attention between the tokens of the model, and keep a softmax of their own: {{ kept }}.
@@ -128,6 +135,7 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID") -> str:
         rows=rows,
         rows_have_alpha=bool(table),
         learned=learned,
+        calibration=getattr(model.config, CALIBRATION_KEY, None),
         kept=", ".join(f"`{name}`" for name in unpatched_softmax(model)),
         output_alpha=config.output_alpha,
         output_mapping=config.output_mapping,

@@ -55,7 +55,8 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what is saved with the model, as ``model.config.entmax_calibration``."""
-        plain = lambda table: {site: [[round(x, 4) for x in row] for row in v.tolist()] for site, v in table.items()}  # noqa: E731
+        number = lambda x: None if math.isnan(x) else round(x, 4)  # noqa: E731 - JSON knows no NaN
+        plain = lambda table: {site: [[number(x) for x in row] for row in v.tolist()] for site, v in table.items()}  # noqa: E731
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return fields | {"alphas": plain(self.alphas), "density": plain(self.density)}
 

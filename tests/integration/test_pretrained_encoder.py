@@ -45,6 +45,16 @@ def test_alpha_one_leaves_the_embeddings_alone(batch):
     assert torch.allclose(_embed(patch_model(_model(), alpha=1.0), batch), plain, atol=1e-5)
 
 
+def test_the_default_start_leaves_the_embeddings_nearly_alone_and_every_alpha_learns(batch):
+    plain = _embed(_model(), batch)
+    model = patch_model(_model())
+    assert (_embed(model, batch) * plain).sum(-1).min() > 0.999
+    states = model(**batch).last_hidden_state
+    (states * torch.linspace(-1, 1, states.shape[-1])).sum().backward()
+    gradients = torch.cat([p.grad for name, p in model.named_parameters() if "entmax_norm" in name])
+    assert len(gradients) == 72 and gradients.isfinite().all() and (gradients != 0).all()
+
+
 def test_near_softmax_the_meaning_stays_and_further_on_weights_vanish(batch, tmp_path):
     plain = _embed(_model(), batch)
     model = patch_model(_model(), alpha_init=1.05)

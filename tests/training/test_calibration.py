@@ -110,6 +110,8 @@ def test_the_result_is_saved_and_shown_and_goes_with_the_patch(tmp_path):
     model.save_pretrained(tmp_path)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     record = again.config.entmax_calibration
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"calibrated on {result.tokens} tokens" in card and f"loss\n{result.loss_before:.4f} with softmax" in card
     assert record["max_loss_increase"] == 0.02 and record["tokens"] == result.tokens
     assert torch.allclose(torch.tensor(record["density"]["decoder_self"]), result.density["decoder_self"], atol=1e-4)
     console = Console(width=200, record=True, file=io.StringIO())
