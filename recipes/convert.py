@@ -7,7 +7,8 @@
     python recipes/convert.py --config recipes/configs/convert_multi30k.yaml --model runs/mt-softmax/model --out runs/mt-sparse \
         --distill_logits 1.0 --distill_attention 1.0 --density_target 0.2
     python recipes/convert.py --config ... --model openai-community/gpt2 --out ... --lora_rank 8     # adapters and alphas only
-    python recipes/convert.py --config recipes/configs/convert_smollm2.yaml --model models/smollm2 --out runs/smollm2-sparse
+    python recipes/convert.py --config recipes/configs/convert_smollm2.yaml --model models/smollm2 --out runs/smollm2-sparse \
+        --schedule abrupt --release 1.01 --loss_budget 0 --loss_rate 0.2 --alpha_lr 0.05  # within the loss of the softmax model
     accelerate launch recipes/convert.py --config ... --out ...                         # as `accelerate config` says
     torchrun --standalone --nproc_per_node 2 recipes/convert.py --config ... --out ...             # two CPU processes
 

@@ -136,8 +136,8 @@ def calibrate_alphas(
     with _only(model, vector):
         try:
             before, _ = task.measure_softmax()
-            sensitivity = measure_sensitivity(model, task.batches, task.counts, task.loss, vector)
             say(f"softmax: {before:.4f} nats per token")
+            sensitivity = measure_sensitivity(model, task.batches, task.counts, task.loss, vector)
             search = _Search(task, vector, before, float(max_loss_increase), say)
             price = search.choose(sensitivity)
             search.refine(sensitivity, price, steps, learning_rate)
