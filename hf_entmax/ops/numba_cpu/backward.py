@@ -17,7 +17,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .dropout import drop_dense, drop_sparse, dropout_key
-from .forward import copy_scaled, place_row, zero_floats
+from .forward import copy_scaled, place_row, product_of_seen, zero_floats
 from .jit import jit
 from .partition import block_rows, dense_row_bytes, item_blocks
 from .simd import (
@@ -292,7 +292,7 @@ def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack
         product(weights, 4, weights_row, width, dout, r.dout_t, r.value_vectors, dv + low * dv_t, dv_t, rows, 1)
     if r.dq != 0:
         dq = r.dq + b * r.dq_b + h * r.dq_h + i * r.dq_t
-        product(gradients, span, 4, rows, k, r.k_t, r.depth_vectors, dq, r.dq_t, width, 0)
+        product_of_seen(gradients, span, stored, stride, rows, k, r.k_t, r.depth_vectors, dq, r.dq_t, width)
     if r.dk != 0:
         product(gradients, 4, span, width, query, r.q_t, r.depth_vectors, dk + low * dk_t, dk_t, rows, 1)
     return d_alpha

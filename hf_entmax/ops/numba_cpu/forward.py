@@ -18,7 +18,11 @@ from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relat
 from .simd import (
     LANES,
     atomic_increment,
+    count,
+    either,
+    is_nan,
     load,
+    no_lanes,
     read_f32,
     read_f64,
     read_i32,
@@ -68,6 +72,29 @@ def copy_floats(source, target, n):
     while k < n:
         write_f32(target + 4 * k, read_f32(source + 4 * k))
         k += 1
+
+
+@jit
+def _has_nan(target, vectors):
+    found = no_lanes()
+    for v in range(vectors):
+        found = either(found, is_nan(load(target + 64 * v)))
+    return count(found) > 0
+
+
+@jit
+def product_of_seen(a, a_row, weights, weights_row, rows, b, b_step, vectors, c, c_row, depth):
+    """``product`` of A [rows, depth] and B, in which a row of B is not read where the weight is 0, whatever it holds.
+
+    A 0 times NaN or infinity is NaN, so only rows of C that hold NaN are summed again, entry by entry.
+    """
+    product(a, a_row, 4, rows, b, b_step, vectors, c, c_row, depth, 0)
+    for t in range(rows):
+        if _has_nan(c + c_row * t, vectors):
+            zero_floats(c + c_row * t, LANES * vectors)
+            for j in range(depth):
+                if read_f32(weights + weights_row * t + 4 * j) != _f(0.0):
+                    product(a + a_row * t + 4 * j, 0, 0, 1, b + b_step * j, 0, vectors, c + c_row * t, 0, 1, 1)
 
 
 @jit
@@ -279,15 +306,18 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
 def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
     """Dropout, output and returned weights of a dense block stored at ``stored``."""
     h, i = place_row(r, h_kv, first)
-    weights, row_bytes = stored, dense_row_bytes(high - low, r.store_gradient)
+    stored_bytes = dense_row_bytes(high - low, r.store_gradient)
+    weights, row_bytes = stored, stored_bytes
     if r.dropout_limit != 0:
         for t in range(rows):
-            key, line = dropout_key(r.seed, first_row + t), stored + row_bytes * t
+            key, line = dropout_key(r.seed, first_row + t), stored + stored_bytes * t
             drop_dense(line, low, high - low, key, r.dropout_limit, r.dropout_scale, dropped + 4 * r.span * t)
         weights, row_bytes = dropped, 4 * r.span
     values = r.v + b * r.v_b + h_kv * r.v_h + low * r.v_t
     out = r.out + b * r.out_b + h * r.out_h + i * r.out_t
-    product(weights, row_bytes, 4, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low, 0)
+    product_of_seen(
+        weights, row_bytes, stored, stored_bytes, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low
+    )
     if r.weights != 0:
         for t in range(rows):
             line = r.weights + 4 * r.keys * (first_row + t)
