@@ -25,6 +25,7 @@ from hf_entmax.ops.solve import (
     conjugate_of,
     exact_dtype,
     is_steep,
+    row_probabilities,
     shift_of,
     solve_centred,
     weights_at,
@@ -91,13 +92,17 @@ def dense_probs(
     """
     wide = compute_dtype(scores.dtype)
     out = torch.empty(scores.shape, dtype=wide, device=scores.device) if out is None else out
-    if (kernel := _kernel(scores, u)) is not None and out.is_contiguous():
+    kernel = _kernel(scores, u)
+    if is_steep(u):
+        # Where probabilities rise like a root, no floating-point shift says them all: they are searched again.
+        if kernel is None:
+            out.copy_(row_probabilities(scores.to(wide), u))
+        else:
+            kernel.solve_rows(scores, u, out=out)
+        return out.mul_(scale)
+    if kernel is not None and out.is_contiguous():
         kernel.recompute_rows(scores, maximum, shift, scale, u, out)
         return out
-    if is_steep(u):
-        # Where probabilities rise like a root, float32 knows the distance from the threshold too badly.
-        wide = exact_dtype(scores)
-        u = u.to(wide) if isinstance(u, Tensor) else u
     return torch.mul(weights_at(scores.to(wide) - maximum.to(wide), shift.to(wide), u), scale, out=out)
 
 

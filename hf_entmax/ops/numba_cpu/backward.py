@@ -17,9 +17,9 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .dropout import drop_dense, drop_sparse, dropout_key
-from .forward import copy_scaled, place_row, product_of_seen, zero_floats
+from .forward import copy_floats, copy_scaled, place_row, product_of_seen, zero_floats
 from .jit import jit
-from .partition import block_rows, dense_row_bytes, item_blocks
+from .partition import block_rows, dense_row_bytes, item_blocks, stored_row
 from .simd import (
     LANES,
     atomic_increment,
@@ -35,7 +35,6 @@ from .simd import (
     read_f32,
     read_f64,
     read_i32,
-    read_i64,
     select,
     splat,
     store,
@@ -177,18 +176,6 @@ def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
 
 
 @jit
-def _copy_gradient(source, target, n):
-    for k in range(n):
-        write_f32(target + 4 * k, read_f32(source + 4 * k))
-
-
-@jit
-def _scale(values, n, factor):
-    for k in range(0, n, LANES):
-        store(values + 4 * k, load(values + 4 * k) * splat(_f(factor)))
-
-
-@jit
 def _through_softcap(r, ds, query, index, n, k):
     """Multiply dS by the slope of the cap at each score of the support, computed again from its dot product."""
     inverse = splat(_f(r.scaling / r.softcap))
@@ -201,8 +188,7 @@ def _through_softcap(r, ds, query, index, n, k):
 @jit
 def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     """The gradients of one sparse row; returns its d_alpha."""
-    index = read_i64(r.row_address + 8 * row)
-    n = np.int64(read_i32(r.row_size + 4 * row))
+    index, n = stored_row(r, row)
     dq = r.dq + b * r.dq_b + h * r.dq_h + i * r.dq_t
     if n == 0:
         if r.dq != 0:
@@ -234,11 +220,11 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     u = read_f64(r.alpha + 8 * h) - 1.0
     d_alpha = _row_gradient(p, g, w, logs, n, u, r.dalpha != 0, r.scaling if plain else 1.0)
     if r.store_gradient != 0:
-        _copy_gradient(g, index + 8 * n, n)
+        copy_floats(g, index + 8 * n, n)
     if r.softcap != 0.0:
         _through_softcap(r, g, query, index, n, k)
     if not plain:
-        _scale(g, n, r.scaling)
+        copy_scaled(g, g, (n + LANES - 1) // LANES, _f(r.scaling))
     if r.dq != 0:
         sum_rows(dq, g, index, n, k, r.k_t, r.depth_vectors)
     if r.dk != 0:
@@ -250,9 +236,9 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
 def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack, slopes, logs, gradients, dropped):
     """The gradients of a block stored densely, as matrix products; returns its d_alpha."""
     low = np.int64(read_i32(r.row_start + 4 * row))
-    width = -1 - np.int64(read_i32(r.row_size + 4 * row))
+    stored, size = stored_row(r, row)
+    width = -1 - size
     stride = dense_row_bytes(width, r.store_gradient)
-    stored = read_i64(r.row_address + 8 * row)
     query = r.q + b * r.q_b + h * r.q_h + i * r.q_t
     dout = r.dout + b * r.dout_b + h * r.dout_h + i * r.dout_t
     k = r.k + b * r.k_b + h_kv * r.k_h + low * r.k_t
@@ -286,13 +272,13 @@ def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack
         plain = r.store_gradient == 0
         d_alpha += _row_gradient(p, g, slopes, logs, width, u, r.dalpha != 0, r.scaling if plain else 1.0)
         if not plain:
-            _copy_gradient(g, p + stride // 2, width)
-            _scale(g, width, r.scaling)
+            copy_floats(g, p + stride // 2, width)
+            copy_scaled(g, g, (width + LANES - 1) // LANES, _f(r.scaling))
     if r.dv != 0:
         product(weights, 4, weights_row, width, dout, r.dout_t, r.value_vectors, dv + low * dv_t, dv_t, rows, 1)
     if r.dq != 0:
         dq = r.dq + b * r.dq_b + h * r.dq_h + i * r.dq_t
-        product_of_seen(gradients, span, stored, stride, rows, k, r.k_t, r.depth_vectors, dq, r.dq_t, width)
+        product_of_seen(gradients, span, rows, k, r.k_t, r.depth_vectors, dq, r.dq_t, width)
     if r.dk != 0:
         product(gradients, 4, span, width, query, r.q_t, r.depth_vectors, dk + low * dk_t, dk_t, rows, 1)
     return d_alpha
@@ -351,8 +337,7 @@ def run_backward(record):
 @jit
 def _add_stored(r, row, target, stride):
     """Add the stored score gradient of one row to ``target`` (byte stride ``stride`` over columns, possibly 0)."""
-    address = read_i64(r.row_address + 8 * row)
-    n = np.int64(read_i32(r.row_size + 4 * row))
+    address, n = stored_row(r, row)
     if n >= 0:
         for k in range(n):
             place = target + stride * np.int64(read_i32(address + 4 * k))

@@ -8,35 +8,31 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from .vector_types import intrinsic
+from .vector_types import I64, operation
 
 SOLVER = types.int64(*[types.int64] * 5, types.float64)
 BATCH = types.void(types.int64, types.int64)
 EVEN_ROWS = types.int64(*[types.int64] * 5, types.float64, *[types.int64] * 4)
 
 
-def _call(context, builder, sig, args):
-    kinds = [context.get_value_type(kind) for kind in sig.args[1:]]
-    nothing = sig.return_type == types.void
-    result = ir.VoidType() if nothing else context.get_value_type(sig.return_type)
-    function = builder.inttoptr(args[0], ir.FunctionType(result, kinds).as_pointer())
-    value = builder.call(function, args[1:])
-    return context.get_dummy_value() if nothing else value
+def _call(builder, result, address, *values):
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
 
 
-@intrinsic
-def call_solver(typingctx, address, x, index, p, other, n, u):
+@operation(SOLVER.return_type, types.int64, *SOLVER.args)
+def call_solver(builder, address, x, index, p, other, n, u):
     """One of the solvers of `threshold` and `steep`."""
-    return SOLVER.return_type(types.int64, *SOLVER.args), _call
+    return _call(builder, I64, address, x, index, p, other, n, u)
 
 
-@intrinsic
-def call_batch(typingctx, address, batch, rows):
+@operation(BATCH.return_type, types.int64, *BATCH.args)
+def call_batch(builder, address, batch, rows):
     """`small_rows.solve_batch`."""
-    return BATCH.return_type(types.int64, *BATCH.args), _call
+    _call(builder, ir.VoidType(), address, batch, rows)
 
 
-@intrinsic
-def call_even_rows(typingctx, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
+@operation(EVEN_ROWS.return_type, types.int64, *EVEN_ROWS.args)
+def call_even_rows(builder, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
     """`even_rows.solve_even_rows`."""
-    return EVEN_ROWS.return_type(types.int64, *EVEN_ROWS.args), _call
+    return _call(builder, I64, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes)

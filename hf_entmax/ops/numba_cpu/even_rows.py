@@ -11,6 +11,7 @@ import numpy as np
 
 from .jit import jit
 from .layout import GROUP_BYTES, GROUP_COUNT, GROUP_SHIFT, GROUP_STEP, GROUP_SUMS, ROW_LIMITS
+from .scores import noted_limits
 from .simd import (
     LANES,
     both,
@@ -27,9 +28,9 @@ from .simd import (
     store,
     write_f32,
 )
-from .threshold import EXPAND_BELOW, LOWEST_Y, expand_last_step
+from .threshold import EXPAND_BELOW, expand_last_step, moments_near_softmax
 from .tiles import row_sums
-from .vecmath import exp, expm1, log
+from .vecmath import expm1, log
 
 _f = np.float32
 _ZERO, _ONE = _f(0.0), _f(1.0)
@@ -70,34 +71,6 @@ def _start(group, u):
 
 
 @jit
-def _moments(s, columns, top, c, u, p, inverses, place):
-    """Write p and 1/y at c; sums of p y**-j by lane for j = 0 to 3. See `threshold._moments_near_softmax`."""
-    slope, peak, shift, inverse_u = splat(_f(u)), splat(top), splat(c), splat(_f(1.0 / u))
-    one, floor = splat(_ONE), splat(LOWEST_Y)
-    s0, s1, s2, s3 = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
-    for j in range(0, columns, LANES):
-        v = ((load(s + 4 * j) - peak) - shift) * slope
-        above = one + v
-        positive = greater(above, floor)
-        y = maximum(above, floor)
-        inverse = one / y
-        weight = exp(muladd(v - (y - one), inverse, log(y)) * inverse_u)
-        weight = select(positive, weight, splat(_ZERO))
-        store(p + 4 * j, weight)
-        store(inverses + 4 * j, inverse)
-        s0 = s0 + weight
-        weight = weight * inverse
-        s1 = s1 + weight
-        weight = weight * inverse
-        s2 = s2 + weight
-        s3 = muladd(weight, inverse, s3)
-    store(place, s0)
-    store(place + GROUP_SUMS, s1)
-    store(place + 2 * GROUP_SUMS, s2)
-    store(place + 3 * GROUP_SUMS, s3)
-
-
-@jit
 def _steps(group, rows, u):
     """The Newton step of every row, refined where it is the last one; returns whether it is that for all rows."""
     s0, s1 = row_sums(group), row_sums(group + GROUP_SUMS)
@@ -120,8 +93,8 @@ def _steps(group, rows, u):
 @jit
 def _columns(limits, low, t):
     """First column (whole vectors after ``low``) and one past the last of a row."""
-    row_low = read_i64(limits + ROW_LIMITS * t)
-    return low + (row_low - low) // LANES * LANES, read_i64(limits + ROW_LIMITS * t + 8)
+    row_low, high, _ = noted_limits(limits, t)
+    return low + (row_low - low) // LANES * LANES, high
 
 
 def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
@@ -158,7 +131,12 @@ def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_byt
             begin, high = _columns(limits, low, t)
             top, c = read_f32(limits + ROW_LIMITS * t + 16), read_f32(group + GROUP_SHIFT + 4 * t)
             place, inverses = p + p_row * t + 4 * (begin - low), group + GROUP_BYTES + row_bytes * t
-            _moments(scores + span * t + 4 * begin, high - begin, top, c, u, place, inverses, group + 64 * t)
+            line, sums = scores + span * t + 4 * begin, group + 64 * t
+            s0, s1, s2, s3 = moments_near_softmax(line, place, inverses, high - begin, u, top, c)
+            store(sums, s0)
+            store(sums + GROUP_SUMS, s1)
+            store(sums + 2 * GROUP_SUMS, s2)
+            store(sums + 3 * GROUP_SUMS, s3)
         if _steps(group, rows, u):
             for t in range(rows):
                 begin, high = _columns(limits, low, t)

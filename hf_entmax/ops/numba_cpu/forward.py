@@ -13,8 +13,17 @@ from .calls import call_batch, call_even_rows
 from .dropout import drop_dense, drop_sparse, dropout_key
 from .jit import jit
 from .layout import BATCH_WIDTH, ROW_LIMITS
-from .partition import block_rows, dense_row_bytes, item_blocks
-from .scores import MASKED_BELOW, add_terms, candidates, count_candidates, relative, row_limits, row_maximum
+from .partition import block_rows, dense_row_bytes, item_blocks, stored_row
+from .scores import (
+    MASKED_BELOW,
+    add_terms,
+    candidates,
+    count_candidates,
+    noted_limits,
+    relative,
+    row_limits,
+    row_maximum,
+)
 from .simd import (
     LANES,
     atomic_increment,
@@ -75,6 +84,14 @@ def copy_floats(source, target, n):
 
 
 @jit
+def write_row(line, low, high, index, weights, n):
+    """Write the columns ``low`` to ``high`` of a row: the weights of its support, else 0."""
+    zero_floats(line + 4 * low, high - low)
+    for k in range(n):
+        write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
+
+
+@jit
 def _has_nan(target, vectors):
     found = no_lanes()
     for v in range(vectors):
@@ -83,8 +100,8 @@ def _has_nan(target, vectors):
 
 
 @jit
-def product_of_seen(a, a_row, weights, weights_row, rows, b, b_step, vectors, c, c_row, depth):
-    """``product`` of A [rows, depth] and B, in which a row of B is not read where the weight is 0, whatever it holds.
+def product_of_seen(a, a_row, rows, b, b_step, vectors, c, c_row, depth):
+    """``product`` of A [rows, depth] and B, in which a row of B is not read where A is 0, whatever it holds.
 
     A 0 times NaN or infinity is NaN, so only rows of C that hold NaN are summed again, entry by entry.
     """
@@ -93,7 +110,7 @@ def product_of_seen(a, a_row, weights, weights_row, rows, b, b_step, vectors, c,
         if _has_nan(c + c_row * t, vectors):
             zero_floats(c + c_row * t, LANES * vectors)
             for j in range(depth):
-                if read_f32(weights + weights_row * t + 4 * j) != _f(0.0):
+                if read_f32(a + a_row * t + 4 * j) != _f(0.0):
                     product(a + a_row * t + 4 * j, 0, 0, 1, b + b_step * j, 0, vectors, c + c_row * t, 0, 1, 1)
 
 
@@ -181,7 +198,7 @@ def _finish_scores(r, b, h_kv, first, rows, limits, scores, origin):
     """Add the terms of every row and note its maximum: NaN for NaN, -inf where nothing is allowed."""
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
-        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        low, high, _ = noted_limits(limits, t)
         s = scores + 4 * (r.span * t - origin)
         top = _f(-np.inf)
         if high > low:
@@ -197,8 +214,7 @@ def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
     """Whether nearly all entries of every row are candidates."""
     for t in range(rows):
         h, _ = place_row(r, h_kv, first + t)
-        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
-        top = read_f32(limits + ROW_LIMITS * t + 16)
+        low, high, top = noted_limits(limits, t)
         if math.isnan(top) or top == _f(-np.inf):
             return False
         s = scores + 4 * (r.span * t - origin)
@@ -226,12 +242,12 @@ def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, targe
             ):
                 return -1
     for t in range(rows):
-        row_low, row_high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
+        row_low, row_high, top = noted_limits(limits, t)
         line = target + p_row * t
         p, n = line + 4 * (row_low - low), row_high - row_low
         if not even:
             s = scores + 4 * (r.span * t - origin)
-            relative(s, row_low, row_high, read_f32(limits + ROW_LIMITS * t + 16), buffers)
+            relative(s, row_low, row_high, top, buffers)
             solve_row(read_i64(r.solvers + 8 * h), buffers, NO_COLUMNS, p, buffers + r.row_bytes, n, u)
         total += count_positive(p, n)
         zero_floats(line, row_low - low)
@@ -247,8 +263,7 @@ def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers
     total, waiting = 0, 0
     for t in range(rows):
         h, _ = place_row(r, h_kv, first + t)
-        low, high = read_i64(limits + ROW_LIMITS * t), read_i64(limits + ROW_LIMITS * t + 8)
-        top = read_f32(limits + ROW_LIMITS * t + 16)
+        low, high, top = noted_limits(limits, t)
         n = 0
         if math.isnan(top):
             n = _spread_nan(low, high, position)
@@ -281,12 +296,8 @@ def _make_dense(r, rows, first_row, low, high, scores, target):
     width = high - low
     for t in range(rows):
         line = scores + 4 * r.span * t
-        address = read_i64(r.row_address + 8 * (first_row + t))
-        n = np.int64(read_i32(r.row_size + 4 * (first_row + t)))
-        zero_floats(line, width)
-        for k in range(n):
-            column = np.int64(read_i32(address + 4 * k)) - low
-            write_f32(line + 4 * column, read_f32(address + 4 * (n + k)))
+        index, n = stored_row(r, first_row + t)
+        write_row(line - 4 * low, low, high, index, index + 4 * n, n)
     for t in range(rows):
         copy_floats(scores + 4 * r.span * t, target + dense_row_bytes(width, r.store_gradient) * t, width)
 
@@ -306,18 +317,15 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
 def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
     """Dropout, output and returned weights of a dense block stored at ``stored``."""
     h, i = place_row(r, h_kv, first)
-    stored_bytes = dense_row_bytes(high - low, r.store_gradient)
-    weights, row_bytes = stored, stored_bytes
+    weights, row_bytes = stored, dense_row_bytes(high - low, r.store_gradient)
     if r.dropout_limit != 0:
         for t in range(rows):
-            key, line = dropout_key(r.seed, first_row + t), stored + stored_bytes * t
+            key, line = dropout_key(r.seed, first_row + t), stored + row_bytes * t
             drop_dense(line, low, high - low, key, r.dropout_limit, r.dropout_scale, dropped + 4 * r.span * t)
         weights, row_bytes = dropped, 4 * r.span
     values = r.v + b * r.v_b + h_kv * r.v_h + low * r.v_t
     out = r.out + b * r.out_b + h * r.out_h + i * r.out_t
-    product_of_seen(
-        weights, row_bytes, stored, stored_bytes, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low
-    )
+    product_of_seen(weights, row_bytes, rows, values, r.v_t, r.value_vectors, out, r.out_t, high - low)
     if r.weights != 0:
         for t in range(rows):
             line = r.weights + 4 * r.keys * (first_row + t)
@@ -331,8 +339,7 @@ def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
     values = r.v + b * r.v_b + h_kv * r.v_h
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
-        index = read_i64(r.row_address + 8 * (first_row + t))
-        n = np.int64(read_i32(r.row_size + 4 * (first_row + t)))
+        index, n = stored_row(r, first_row + t)
         weights = index + 4 * n
         if r.dropout_limit != 0:
             key = dropout_key(r.seed, first_row + t)
@@ -340,10 +347,7 @@ def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
             weights = dropped
         sum_rows(r.out + b * r.out_b + h * r.out_h + i * r.out_t, weights, index, n, values, r.v_t, r.value_vectors)
         if r.weights != 0:
-            line = r.weights + 4 * r.keys * (first_row + t)
-            zero_floats(line, r.keys)
-            for k in range(n):
-                write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
+            write_row(r.weights + 4 * r.keys * (first_row + t), 0, r.keys, index, weights, n)
 
 
 def run_forward(record):

@@ -1,11 +1,20 @@
-"""How the rows of one (batch, key head) are cut into blocks."""
+"""How the rows of one (batch, key head) are cut into blocks, and where a row is stored."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from . import layout
-from .jit import jit
+from .jit import jit, jit_inline
+from .simd import read_i32, read_i64
 
 dense_row_bytes = jit(layout.dense_row_bytes)
+
+
+@jit_inline
+def stored_row(r, row):
+    """Where a row's support lies, and its size (-1 - width where it is stored densely)."""
+    return read_i64(r.row_address + 8 * row), np.int64(read_i32(r.row_size + 4 * row))
 
 
 @jit

@@ -123,7 +123,7 @@ def recompute_rows(
         maximum: ``[n, 1]``, as returned by it; likewise ``shift``. Finite.
         shift: ``[n, 1]``.
         scale: ``[n, 1]``, times whatever else the weights are to be multiplied by.
-        u: as given to `solve_rows`.
+        u: as given to `solve_rows`, at most 1.
         out: contiguous float32 ``[n, V]``, overwritten.
     """
     call = _Call(scores, u)

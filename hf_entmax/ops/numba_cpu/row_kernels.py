@@ -13,6 +13,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .calls import call_batch
+from .forward import zero_floats
 from .jit import jit, jit_inline
 from .scores import candidates, row_maximum
 from .simd import (
@@ -221,13 +222,7 @@ def _write_sparsely(r, row, slot, n, scale):
 
 @jit
 def _write_densely(line, length, slot, n, scale):
-    j = 0
-    while j + LANES <= length:
-        store(line + 4 * j, splat(_ZERO))
-        j += LANES
-    while j < length:
-        write_f32(line + 4 * j, _ZERO)
-        j += 1
+    zero_floats(line, length)
     for k in range(n):
         write_f32(line + 4 * np.int64(read_i32(slot + 4 * k)), read_f32(slot + 4 * (n + k)) * scale)
 
@@ -270,16 +265,8 @@ def _weights(x, u, c):
     return select(greater(y, zero), exp(log(maximum(y, splat(TINY))) * inverse), zero)
 
 
-@jit
-def _weights_far(s, length, top, u, c, scale, line):
-    """The weights of a row for ``u > 1``, where they rise like a root at the threshold: in float64."""
-    for j in range(length):
-        y = 1.0 + u * (float(read_f32(s + 4 * j) - top) - c)
-        write_f32(line + 4 * j, _f(math.exp(math.log(y) / u)) * scale if y > 0.0 else _ZERO)
-
-
 def run_recompute(record):
-    """Dense weights of rows that were solved before, times the scale of each row."""
+    """Dense weights of rows that were solved before, for ``u <= 1``, times the scale of each row."""
     r = carray(record, 1)[0]
     tail = r.scratch + r.scratch_bytes * atomic_increment(r.counters + 8)
     whole = r.length // LANES * LANES
@@ -291,9 +278,6 @@ def run_recompute(record):
             s, line = r.scores + r.score_step * row, r.out + 4 * r.length * row
             top, scale = splat(read_f32(r.maximum + 4 * row)), splat(read_f32(r.scale + 4 * row))
             u, c = _u(r, row), read_f64(r.shift + 8 * row)
-            if u > 1.0:
-                _weights_far(s, r.length, read_f32(r.maximum + 4 * row), u, c, read_f32(r.scale + 4 * row), line)
-                continue
             for j in range(0, whole, LANES):
                 store(line + 4 * j, _weights(load(s + 4 * j) - top, u, c) * scale)
             if whole < r.length:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import jit, jit_inline
+from .layout import ROW_LIMITS
 from .simd import (
     LANES,
     both,
@@ -26,6 +27,7 @@ from .simd import (
     no_lanes,
     read_f32,
     read_i32,
+    read_i64,
     read_u8,
     select,
     splat,
@@ -85,6 +87,13 @@ def row_limits(r, b, h, i):
         while low < high and not _mask_allows(r.mask_kind, row, low):
             low += 1
     return low, max(low, high)
+
+
+@jit_inline
+def noted_limits(limits, t):
+    """First column, one past the last, and maximum of a row of a block."""
+    place = limits + ROW_LIMITS * t
+    return read_i64(place), read_i64(place + 8), read_f32(place + 16)
 
 
 @jit

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from .forward import copy_floats, zero_floats
+from .forward import copy_floats, write_row
 from .jit import jit
+from .partition import stored_row
 from .simd import (
     LANES,
     atomic_increment,
@@ -32,10 +33,10 @@ _ZERO = np.float32(0.0)
 @jit
 def _count_row(r, row):
     """How many weights of a row are not zero."""
-    size = np.int64(read_i32(r.row_size + 4 * row))
+    line, size = stored_row(r, row)
     if size >= 0:
         return size
-    line, width, total = read_i64(r.row_address + 8 * row), -1 - size, 0
+    width, total = -1 - size, 0
     for k in range(0, width, LANES):
         values = load(line + 4 * k)
         present = either(greater(values, splat(_ZERO)), is_nan(values))
@@ -46,8 +47,7 @@ def _count_row(r, row):
 @jit
 def _write_sparsely(r, row):
     """Columns and weights of a row, from its place in the piece on."""
-    size = np.int64(read_i32(r.row_size + 4 * row))
-    source = read_i64(r.row_address + 8 * row)
+    source, size = stored_row(r, row)
     place = read_i64(r.row_offsets + 8 * row)
     columns, values = r.columns + 4 * place, r.values + 4 * place
     if size >= 0:
@@ -69,15 +69,11 @@ def _write_sparsely(r, row):
 @jit
 def _write_densely(r, row):
     """All weights of a row, zeros included."""
-    size = np.int64(read_i32(r.row_size + 4 * row))
-    source = read_i64(r.row_address + 8 * row)
+    source, size = stored_row(r, row)
     line = r.weights + 4 * r.keys * row
-    zero_floats(line, r.keys)
-    if size >= 0:
-        for k in range(size):
-            write_f32(line + 4 * np.int64(read_i32(source + 4 * k)), read_f32(source + 4 * (size + k)))
-        return
-    copy_floats(source, line + 4 * np.int64(read_i32(r.row_start + 4 * row)), -1 - size)
+    write_row(line, 0, r.keys, source, source + 4 * size, max(size, 0))
+    if size < 0:
+        copy_floats(source, line + 4 * np.int64(read_i32(r.row_start + 4 * row)), -1 - size)
 
 
 def run_support_rows(record):

@@ -113,52 +113,45 @@ def solve_softmax(x, index, p, s, n, u):
     return n
 
 
-def solve_linear(x, index, p, s, n, u):
-    """Alpha = 2: S is piecewise linear, so Newton ends after finitely many steps."""
+@jit_inline
+def _solve_power(x, index, p, n, u):
+    """Alpha = 2 and 1.5, whose weights are y and y**2 with y = 1 + u (x - c): neither logarithm nor exponential.
+
+    For alpha = 2, S is piecewise linear, so Newton ends after finitely many steps.
+    """
+    linear, slope = u == 1.0, splat(_f(u))
     c = 0.0
     for iteration in range(64):
-        base = splat(_f(1.0 - c))
-        total, support = splat(_ZERO), splat(_ZERO)
+        base = splat(_f(1.0 - u * c))
+        total, slopes = splat(_ZERO), splat(_ZERO)
         for k in range(0, n, LANES):
-            y = load(x + 4 * k) + base
+            y = muladd(load(x + 4 * k), slope, base)
             positive = greater(y, splat(_ZERO))
-            total = total + select(positive, y, splat(_ZERO))
-            support = support + select(positive, splat(_ONE), splat(_ZERO))
-        step = (sum_lanes(total) - 1.0) / sum_lanes(support)
+            y = select(positive, y, splat(_ZERO))
+            total = total + y if linear else muladd(y, y, total)
+            slopes = slopes + (select(positive, splat(_ONE), splat(_ZERO)) if linear else y)
+        root = sum_lanes(total) if linear else math.sqrt(sum_lanes(total))
+        step = (root - 1.0) * (1.0 if linear else root) / (u * sum_lanes(slopes))
         c += step
         if abs(step) <= 2e-7:
             break
         if index != 0 and iteration == 1 and n > 2 * LANES:
-            n = _drop_zeros(x, index, n, _f(c - 1.0 - 1e-5))
-    base = splat(_f(1.0 - c))
+            n = _drop_zeros(x, index, n, _f(c - 1.0 / u - 1e-5))
+    base = splat(_f(1.0 - u * c))
     for k in range(0, n, LANES):
-        store(p + 4 * k, maximum(load(x + 4 * k) + base, splat(_ZERO)))
+        y = maximum(muladd(load(x + 4 * k), slope, base), splat(_ZERO))
+        store(p + 4 * k, y if linear else y * y)
     return n
+
+
+def solve_linear(x, index, p, s, n, u):
+    """Alpha = 2."""
+    return _solve_power(x, index, p, n, 1.0)
 
 
 def solve_square(x, index, p, s, n, u):
-    """Alpha = 1.5: p = y**2 with y = 1 + (x - c) / 2; neither logarithm nor exponential."""
-    half = splat(_f(0.5))
-    c = 0.0
-    for iteration in range(64):
-        base = splat(_f(1.0 - 0.5 * c))
-        total, linear = splat(_ZERO), splat(_ZERO)
-        for k in range(0, n, LANES):
-            y = maximum(muladd(load(x + 4 * k), half, base), splat(_ZERO))
-            total = muladd(y, y, total)
-            linear = linear + y
-        root = math.sqrt(sum_lanes(total))
-        step = 2.0 * root * (root - 1.0) / sum_lanes(linear)
-        c += step
-        if abs(step) <= 2e-7:
-            break
-        if index != 0 and iteration == 1 and n > 2 * LANES:
-            n = _drop_zeros(x, index, n, _f(c - 2.0 - 1e-5))
-    base = splat(_f(1.0 - 0.5 * c))
-    for k in range(0, n, LANES):
-        y = maximum(muladd(load(x + 4 * k), half, base), splat(_ZERO))
-        store(p + 4 * k, y * y)
-    return n
+    """Alpha = 1.5."""
+    return _solve_power(x, index, p, n, 0.5)
 
 
 @jit
@@ -232,18 +225,19 @@ def _rough_start(x, index, n, u, c):
 
 
 @jit
-def _moments_near_softmax(x, p, inverses, n, u, c):
-    """Write p and 1/y at c, for small u; returns sum p y**-j for j = 0 to 3.
+def moments_near_softmax(x, p, inverses, columns, u, top, c):
+    """Write p and 1/y at c, for small u; returns sum p y**-j for j = 0 to 3, by lane.
 
     log1p(v) = log(1 + v) + (v - ((1 + v) - 1)) / (1 + v) restores the digits that y = 1 + v loses.
     """
-    slope, shift, inverse_u = splat(_f(u)), splat(_f(c)), splat(_f(1.0 / u))
+    slope, peak, shift, inverse_u = splat(_f(u)), splat(top), splat(_f(c)), splat(_f(1.0 / u))
     one, floor = splat(_ONE), splat(LOWEST_Y)
     s0, s1, s2, s3 = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
-    for k in range(0, n, LANES):
-        v = (load(x + 4 * k) - shift) * slope
-        positive = greater(one + v, floor)
-        y = maximum(one + v, floor)
+    for k in range(0, columns, LANES):
+        v = ((load(x + 4 * k) - peak) - shift) * slope
+        above = one + v
+        positive = greater(above, floor)
+        y = maximum(above, floor)
         inverse = one / y
         weight = exp(muladd(v - (y - one), inverse, log(y)) * inverse_u)
         weight = select(positive, weight, splat(_ZERO))
@@ -255,7 +249,7 @@ def _moments_near_softmax(x, p, inverses, n, u, c):
         weight = weight * inverse
         s2 = s2 + weight
         s3 = muladd(weight, inverse, s3)
-    return float(sum_lanes(s0)), float(sum_lanes(s1)), float(sum_lanes(s2)), float(sum_lanes(s3))
+    return s0, s1, s2, s3
 
 
 @jit
@@ -278,11 +272,13 @@ def _solve_near_softmax(x, p, inverses, n, u, c):
     """Accurate steps for small u, where p is a smooth function of c down to its zeros: the last one is expanded."""
     second, third = 0.5 * (1.0 - u), (1.0 - u) * (1.0 - 2.0 * u) / 6.0
     for _ in range(24):
-        s0, s1, s2, s3 = _moments_near_softmax(x, p, inverses, n, u, c)
+        sums = moments_near_softmax(x, p, inverses, n, u, _ZERO, c)
+        s0, s1 = float(sum_lanes(sums[0])), float(sum_lanes(sums[1]))
         step = _newton_step(s0, s1, u)
         if abs(step) * s1 > EXPAND_BELOW * s0:
             c += step
             continue
+        s2, s3 = float(sum_lanes(sums[2])), float(sum_lanes(sums[3]))
         for _ in range(2):
             excess = s0 - 1.0 - step * (s1 - step * (second * s2 - step * third * s3))
             step += excess / (s1 - step * (2.0 * second * s2 - 3.0 * step * third * s3))

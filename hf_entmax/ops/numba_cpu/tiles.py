@@ -12,7 +12,7 @@ from numba import types
 
 from . import vector_types
 from .jit import jit
-from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, intrinsic, load_vector, pointer, store_vector
+from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, load_vector, operation, pointer, store_vector
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
@@ -69,40 +69,34 @@ def _load_scalar(builder, address):
 
 
 def _make_product_tile(rows: int, vectors: int):
-    @intrinsic
-    def product_tile(typingctx, a, a_row, a_step, b, b_step, c, c_row, depth, accumulate):
+    @operation(types.void, *[types.int64] * 9)
+    def product_tile(builder, a, a_row, a_step, b, b_step, c, c_row, depth, accumulate):
         """C[rows, 16 * vectors] (+)= A[rows, depth] B[depth, 16 * vectors]; A by scalars, B and C by vectors."""
-
-        def codegen(context, builder, sig, args):
-            a, a_row, a_step, b, b_step, c, c_row, depth, accumulate = args
-            offsets = [builder.mul(a_row, _I64(r)) for r in range(rows)]
-            loop = _Loop(builder, depth, [_ZERO] * (rows * vectors))
-            step_a = builder.add(a, builder.mul(loop.index, a_step))
-            step_b = builder.add(b, builder.mul(loop.index, b_step))
-            columns = [load_vector(builder, builder.add(step_b, _I64(64 * v))) for v in range(vectors)]
-            updated = []
-            for r in range(rows):
-                scalar = _load_scalar(builder, builder.add(step_a, offsets[r]))
-                for v in range(vectors):
-                    updated.append(
-                        vector_types.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v])
-                    )
-            totals = loop.close(updated)
-            targets = [
-                builder.add(builder.add(c, builder.mul(c_row, _I64(r))), _I64(64 * v))
-                for r in range(rows)
-                for v in range(vectors)
-            ]
-            with builder.if_else(builder.icmp_signed("!=", accumulate, _I64(0))) as (add, overwrite):
-                with add:
-                    for total, target in zip(totals, targets, strict=True):
-                        store_vector(builder, builder.fadd(total, load_vector(builder, target)), target)
-                with overwrite:
-                    for total, target in zip(totals, targets, strict=True):
-                        store_vector(builder, total, target)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), codegen
+        offsets = [builder.mul(a_row, _I64(r)) for r in range(rows)]
+        loop = _Loop(builder, depth, [_ZERO] * (rows * vectors))
+        step_a = builder.add(a, builder.mul(loop.index, a_step))
+        step_b = builder.add(b, builder.mul(loop.index, b_step))
+        columns = [load_vector(builder, builder.add(step_b, _I64(64 * v))) for v in range(vectors)]
+        updated = []
+        for r in range(rows):
+            scalar = _load_scalar(builder, builder.add(step_a, offsets[r]))
+            for v in range(vectors):
+                updated.append(
+                    vector_types.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v])
+                )
+        totals = loop.close(updated)
+        targets = [
+            builder.add(builder.add(c, builder.mul(c_row, _I64(r))), _I64(64 * v))
+            for r in range(rows)
+            for v in range(vectors)
+        ]
+        with builder.if_else(builder.icmp_signed("!=", accumulate, _I64(0))) as (add, overwrite):
+            with add:
+                for total, target in zip(totals, targets, strict=True):
+                    store_vector(builder, builder.fadd(total, load_vector(builder, target)), target)
+            with overwrite:
+                for total, target in zip(totals, targets, strict=True):
+                    store_vector(builder, total, target)
 
     return product_tile
 
@@ -159,21 +153,15 @@ def _transpose_stages(builder, vectors):
     return vectors
 
 
-@intrinsic
-def transpose_block(typingctx, source, source_row, last_row, target, target_row):
+@operation(types.void, *[types.int64] * 5)
+def transpose_block(builder, source, source_row, last_row, target, target_row):
     """Copy the 16 x 16 block at ``source`` transposed to ``target``; rows beyond ``last_row`` repeat it."""
-
-    def codegen(context, builder, sig, args):
-        source, source_row, last_row, target, target_row = args
-        rows = []
-        for i in range(LANES):
-            row = builder.select(builder.icmp_signed("<", _I64(i), last_row), _I64(i), last_row)
-            rows.append(load_vector(builder, builder.add(source, builder.mul(row, source_row))))
-        for i, column in enumerate(_transpose_stages(builder, rows)):
-            store_vector(builder, column, builder.add(target, builder.mul(target_row, _I64(i))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    rows = []
+    for i in range(LANES):
+        row = builder.select(builder.icmp_signed("<", _I64(i), last_row), _I64(i), last_row)
+        rows.append(load_vector(builder, builder.add(source, builder.mul(row, source_row))))
+    for i, column in enumerate(_transpose_stages(builder, rows)):
+        store_vector(builder, column, builder.add(target, builder.mul(target_row, _I64(i))))
 
 
 @jit
@@ -210,48 +198,35 @@ def _horizontal_sums(builder, vectors):
     return vectors[0]
 
 
-@intrinsic
-def row_sums(typingctx, address):
+@operation(vector_types.floats, types.int64)
+def row_sums(builder, address):
     """The sums over lanes of sixteen consecutive vectors at ``address``."""
-
-    def codegen(context, builder, sig, args):
-        return _horizontal_sums(
-            builder, [load_vector(builder, builder.add(args[0], _I64(64 * i))) for i in range(LANES)]
-        )
-
-    return vector_types.floats(types.int64), codegen
+    return _horizontal_sums(builder, [load_vector(builder, builder.add(address, _I64(64 * i))) for i in range(LANES)])
 
 
 def _make_dots(gathered: bool):
-    @intrinsic
-    def dots(typingctx, x, index, last, base, row_bytes, vectors):
+    @operation(vector_types.floats, *[types.int64] * 6)
+    def dots(builder, x, index, last, base, row_bytes, vectors):
         """The dot products of ``x`` with sixteen rows; rows past ``last`` repeat it."""
-
-        def codegen(context, builder, sig, args):
-            x, index, last, base, row_bytes, vectors = args
-            rows = []
-            for i in range(LANES):
-                lane = builder.select(builder.icmp_signed("<", _I64(i), last), _I64(i), last)
-                if gathered:
-                    place = builder.add(index, builder.shl(lane, _I64(2)))
-                    row = builder.sext(builder.load(pointer(builder, place, _I32), align=4), _I64)
-                else:
-                    row = builder.add(index, lane)
-                rows.append(builder.add(base, builder.mul(row, row_bytes)))
-            loop = _Loop(builder, vectors, [_ZERO] * LANES)
-            offset = builder.shl(loop.index, _I64(6))
-            shared = load_vector(builder, builder.add(x, offset))
-            totals = loop.close(
-                [
-                    vector_types.fused_multiply_add(
-                        builder, shared, load_vector(builder, builder.add(row, offset)), total
-                    )
-                    for row, total in zip(rows, loop.carried, strict=True)
-                ]
-            )
-            return _horizontal_sums(builder, totals)
-
-        return vector_types.floats(*[types.int64] * 6), codegen
+        rows = []
+        for i in range(LANES):
+            lane = builder.select(builder.icmp_signed("<", _I64(i), last), _I64(i), last)
+            if gathered:
+                place = builder.add(index, builder.shl(lane, _I64(2)))
+                row = builder.sext(builder.load(pointer(builder, place, _I32), align=4), _I64)
+            else:
+                row = builder.add(index, lane)
+            rows.append(builder.add(base, builder.mul(row, row_bytes)))
+        loop = _Loop(builder, vectors, [_ZERO] * LANES)
+        offset = builder.shl(loop.index, _I64(6))
+        shared = load_vector(builder, builder.add(x, offset))
+        totals = loop.close(
+            [
+                vector_types.fused_multiply_add(builder, shared, load_vector(builder, builder.add(row, offset)), total)
+                for row, total in zip(rows, loop.carried, strict=True)
+            ]
+        )
+        return _horizontal_sums(builder, totals)
 
     return dots
 
@@ -261,66 +236,54 @@ dots_of_gathered_rows = _make_dots(gathered=True)
 
 
 def _make_weighted_sum(vectors: int):
-    @intrinsic
-    def weighted_sum(typingctx, target, weight, index, n, base, row_bytes):
+    @operation(types.void, *[types.int64] * 6)
+    def weighted_sum(builder, target, weight, index, n, base, row_bytes):
         """Target = sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time to hide latency."""
 
-        def codegen(context, builder, sig, args):
-            target, weight, index, n, base, row_bytes = args
+        def term(k, totals):
+            place = builder.shl(k, _I64(2))
+            scalar = _load_scalar(builder, builder.add(weight, place))
+            row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
+            row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
+            return [
+                vector_types.fused_multiply_add(
+                    builder, scalar, load_vector(builder, builder.add(row, _I64(64 * v))), total
+                )
+                for v, total in enumerate(totals)
+            ]
 
-            def term(k, totals):
-                place = builder.shl(k, _I64(2))
-                scalar = _load_scalar(builder, builder.add(weight, place))
-                row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
-                row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
-                return [
-                    vector_types.fused_multiply_add(
-                        builder, scalar, load_vector(builder, builder.add(row, _I64(64 * v))), total
-                    )
-                    for v, total in enumerate(totals)
-                ]
-
-            pairs = _Loop(builder, builder.ashr(n, _I64(1)), [_ZERO] * (2 * vectors))
-            first = builder.shl(pairs.index, _I64(1))
-            even = term(first, pairs.carried[:vectors])
-            odd = term(builder.add(first, _I64(1)), pairs.carried[vectors:])
-            totals = pairs.close(even + odd)
-            rest = _Loop(builder, builder.and_(n, _I64(1)), totals[:vectors])
-            totals[:vectors] = rest.close(term(builder.sub(n, _I64(1)), rest.carried))
-            for v in range(vectors):
-                total = builder.fadd(totals[v], totals[v + vectors])
-                store_vector(builder, total, builder.add(target, _I64(64 * v)))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        pairs = _Loop(builder, builder.ashr(n, _I64(1)), [_ZERO] * (2 * vectors))
+        first = builder.shl(pairs.index, _I64(1))
+        even = term(first, pairs.carried[:vectors])
+        odd = term(builder.add(first, _I64(1)), pairs.carried[vectors:])
+        totals = pairs.close(even + odd)
+        rest = _Loop(builder, builder.and_(n, _I64(1)), totals[:vectors])
+        totals[:vectors] = rest.close(term(builder.sub(n, _I64(1)), rest.carried))
+        for v in range(vectors):
+            total = builder.fadd(totals[v], totals[v + vectors])
+            store_vector(builder, total, builder.add(target, _I64(64 * v)))
 
     return weighted_sum
 
 
 def _make_scatter(vectors: int):
-    @intrinsic
-    def scatter(typingctx, source, weight, index, n, base, row_bytes):
+    @operation(types.void, *[types.int64] * 6)
+    def scatter(builder, source, weight, index, n, base, row_bytes):
         """row[index[k]] += weight[k] * source for all k, over ``vectors`` vectors."""
-
-        def codegen(context, builder, sig, args):
-            source, weight, index, n, base, row_bytes = args
-            held = [load_vector(builder, builder.add(source, _I64(64 * v))) for v in range(vectors)]
-            loop = _Loop(builder, n, [])
-            place = builder.shl(loop.index, _I64(2))
-            scalar = _load_scalar(builder, builder.add(weight, place))
-            row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
-            row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
-            for v in range(vectors):
-                place = builder.add(row, _I64(64 * v))
-                store_vector(
-                    builder,
-                    vector_types.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)),
-                    place,
-                )
-            loop.close([])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        held = [load_vector(builder, builder.add(source, _I64(64 * v))) for v in range(vectors)]
+        loop = _Loop(builder, n, [])
+        place = builder.shl(loop.index, _I64(2))
+        scalar = _load_scalar(builder, builder.add(weight, place))
+        row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
+        row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
+        for v in range(vectors):
+            place = builder.add(row, _I64(64 * v))
+            store_vector(
+                builder,
+                vector_types.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)),
+                place,
+            )
+        loop.close([])
 
     return scatter
 

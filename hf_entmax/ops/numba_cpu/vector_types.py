@@ -10,7 +10,9 @@ Addresses are plain int64 byte addresses: the kernels receive tensors as pointer
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -21,8 +23,25 @@ from numba.extending import lower_builtin, models, register_model
 
 from .layout import LANES
 
-#: The decorator, untyped: a checker would see the compile-time function and its extra first argument.
-intrinsic: Any = extending.intrinsic
+
+def operation(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Turn ``emit(builder, *values)``, which emits LLVM code, into a function on these types that kernels can call."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def codegen(context, builder, sig, args):
+            value = emit(builder, *args)
+            return context.get_dummy_value() if result is types.void else value
+
+        def define(typingctx, *args):
+            return result(*kinds), codegen
+
+        typing: Any = define
+        # Numba counts the arguments, all but the first, by the signature.
+        typing.__name__, typing.__signature__ = emit.__name__, inspect.signature(emit)
+        return extending.intrinsic(typing)
+
+    return decorate
+
 
 _register_model: Any = register_model
 _infer_global: Any = infer_global
