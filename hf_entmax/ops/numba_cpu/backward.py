@@ -17,7 +17,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .dropout import drop_dense, drop_sparse, dropout_key
-from .forward import copy_floats, copy_scaled, place_row, product_of_seen, zero_floats
+from .forward import place_row
 from .jit import jit
 from .partition import block_rows, dense_row_bytes, item_blocks, stored_row
 from .simd import (
@@ -26,9 +26,7 @@ from .simd import (
     both,
     first_lanes,
     greater,
-    hashed_keep,
     load,
-    load_index,
     max_lanes,
     maximum,
     muladd,
@@ -42,7 +40,19 @@ from .simd import (
     write_f32,
     write_f64,
 )
-from .tiles import PANEL, TILE_VECTORS, add_to_rows, dots_of_gathered_rows, pack_panels, product, sum_rows
+from .tiles import (
+    PANEL,
+    TILE_VECTORS,
+    add_to_rows,
+    copy_floats,
+    copy_scaled,
+    dots_of_gathered_rows,
+    pack_panels,
+    product,
+    product_of_seen,
+    sum_rows,
+    zero_floats,
+)
 from .vecmath import exp, exp_remainder, log, remainder_ratio, tanh
 
 _f = np.float32
@@ -209,9 +219,7 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
     weights = p
     if r.dropout_limit != 0:
         key = dropout_key(r.seed, row)
-        for t in range(0, n, LANES):
-            kept = hashed_keep(load_index(index + 4 * t), key, r.dropout_limit)
-            store(g + 4 * t, select(kept, load(g + 4 * t) * splat(_f(r.dropout_scale)), splat(_ZERO)))
+        drop_sparse(g, index, n, key, r.dropout_limit, r.dropout_scale, g)
         drop_sparse(p, index, n, key, r.dropout_limit, r.dropout_scale, w)
         weights = w
     if r.dv != 0:

@@ -27,16 +27,8 @@ from .scores import (
 from .simd import (
     LANES,
     atomic_increment,
-    count,
-    either,
-    is_nan,
-    load,
-    no_lanes,
-    read_f32,
     read_f64,
-    read_i32,
     read_i64,
-    splat,
     store,
     write_f32,
     write_i32,
@@ -44,74 +36,24 @@ from .simd import (
 )
 from .small_rows import belongs, collect, keep_lane, row_of_lane
 from .threshold import NO_COLUMNS, count_positive, keep_support, solve_row
-from .tiles import PANEL, TILE_VECTORS, dots_of_rows, pack_panels, product, sum_rows
+from .tiles import (
+    PANEL,
+    TILE_VECTORS,
+    copy_floats,
+    copy_scaled,
+    dots_of_rows,
+    pack_panels,
+    product,
+    product_of_seen,
+    sum_rows,
+    write_row,
+    zero_floats,
+)
 
 _f = np.float32
 solved_as_even_rows = jit(solvers.solved_as_even_rows)
 # Share of candidates from which a row may turn out dense.
 _NEARLY_ALL = 0.875
-
-
-@jit
-def copy_scaled(source, target, vectors, factor):
-    """Target = factor * source, over whole vectors."""
-    for v in range(vectors):
-        store(target + 64 * v, load(source + 64 * v) * splat(factor))
-
-
-@jit
-def zero_floats(target, n):
-    """Write ``n`` zeros."""
-    k = 0
-    while k + LANES <= n:
-        store(target + 4 * k, splat(_f(0.0)))
-        k += LANES
-    while k < n:
-        write_f32(target + 4 * k, _f(0.0))
-        k += 1
-
-
-@jit
-def copy_floats(source, target, n):
-    """Write ``n`` floats from ``source`` on to ``target``."""
-    k = 0
-    while k + LANES <= n:
-        store(target + 4 * k, load(source + 4 * k))
-        k += LANES
-    while k < n:
-        write_f32(target + 4 * k, read_f32(source + 4 * k))
-        k += 1
-
-
-@jit
-def write_row(line, low, high, index, weights, n):
-    """Write the columns ``low`` to ``high`` of a row: the weights of its support, else 0."""
-    zero_floats(line + 4 * low, high - low)
-    for k in range(n):
-        write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
-
-
-@jit
-def _has_nan(target, vectors):
-    found = no_lanes()
-    for v in range(vectors):
-        found = either(found, is_nan(load(target + 64 * v)))
-    return count(found) > 0
-
-
-@jit
-def product_of_seen(a, a_row, rows, b, b_step, vectors, c, c_row, depth):
-    """``product`` of A [rows, depth] and B, in which a row of B is not read where A is 0, whatever it holds.
-
-    A 0 times NaN or infinity is NaN, so only rows of C that hold NaN are summed again, entry by entry.
-    """
-    product(a, a_row, 4, rows, b, b_step, vectors, c, c_row, depth, 0)
-    for t in range(rows):
-        if _has_nan(c + c_row * t, vectors):
-            zero_floats(c + c_row * t, LANES * vectors)
-            for j in range(depth):
-                if read_f32(a + a_row * t + 4 * j) != _f(0.0):
-                    product(a + a_row * t + 4 * j, 0, 0, 1, b + b_step * j, 0, vectors, c + c_row * t, 0, 1, 1)
 
 
 @jit

@@ -13,7 +13,6 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .calls import call_batch
-from .forward import zero_floats
 from .jit import jit, jit_inline
 from .scores import candidates, row_maximum
 from .simd import (
@@ -41,6 +40,7 @@ from .simd import (
 from .small_rows import belongs, collect, keep_lane, row_of_lane
 from .solvers import SMALL_U, SOFTMAX_U
 from .threshold import LOWEST_Y, keep_support, solve_row
+from .tiles import zero_floats
 from .vecmath import TINY, exp, log
 
 _f = np.float32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from .forward import copy_floats, write_row
 from .jit import jit
 from .partition import stored_row
 from .simd import (
@@ -26,6 +25,7 @@ from .simd import (
     write_i32,
     write_i64,
 )
+from .tiles import copy_floats, write_row
 
 _ZERO = np.float32(0.0)
 

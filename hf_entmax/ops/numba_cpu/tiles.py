@@ -1,4 +1,4 @@
-"""The inner loops over the head dimension, as register-tiled LLVM: products of tiles, gathered dots, gathered sums.
+"""The inner loops over rows of floats, as register-tiled LLVM: products of tiles, gathered dots, gathered sums.
 
 Widths are counted in vectors of sixteen floats; every head dimension is a multiple of sixteen by the time it gets here.
 How many accumulators a loop keeps is fixed by the number of registers, so each loop is generated once per width and the
@@ -7,15 +7,18 @@ widest that fits is taken.
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from . import vector_types
 from .jit import jit
+from .simd import count, either, is_nan, load, no_lanes, read_f32, read_i32, splat, store, write_f32
 from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, load_vector, operation, pointer, store_vector
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
+_F = np.float32
 _ZERO = ir.Constant(LLVM_FLOATS, [0.0] * LANES)
 
 # 4 x 4 accumulators of 16 lanes out of 32 AVX-512 registers; on 16 AVX registers of 8 lanes 4 x 1 (that is 4 x 2 of 8).
@@ -204,6 +207,13 @@ def row_sums(builder, address):
     return _horizontal_sums(builder, [load_vector(builder, builder.add(address, _I64(64 * i))) for i in range(LANES)])
 
 
+def _gathered_row(builder, index, k, base, row_bytes):
+    """The address of row ``index[k]``."""
+    place = builder.add(index, builder.shl(k, _I64(2)))
+    row = builder.sext(builder.load(pointer(builder, place, _I32), align=4), _I64)
+    return builder.add(base, builder.mul(row, row_bytes))
+
+
 def _make_dots(gathered: bool):
     @operation(vector_types.floats, *[types.int64] * 6)
     def dots(builder, x, index, last, base, row_bytes, vectors):
@@ -212,11 +222,9 @@ def _make_dots(gathered: bool):
         for i in range(LANES):
             lane = builder.select(builder.icmp_signed("<", _I64(i), last), _I64(i), last)
             if gathered:
-                place = builder.add(index, builder.shl(lane, _I64(2)))
-                row = builder.sext(builder.load(pointer(builder, place, _I32), align=4), _I64)
+                rows.append(_gathered_row(builder, index, lane, base, row_bytes))
             else:
-                row = builder.add(index, lane)
-            rows.append(builder.add(base, builder.mul(row, row_bytes)))
+                rows.append(builder.add(base, builder.mul(builder.add(index, lane), row_bytes)))
         loop = _Loop(builder, vectors, [_ZERO] * LANES)
         offset = builder.shl(loop.index, _I64(6))
         shared = load_vector(builder, builder.add(x, offset))
@@ -241,10 +249,8 @@ def _make_weighted_sum(vectors: int):
         """Target = sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time to hide latency."""
 
         def term(k, totals):
-            place = builder.shl(k, _I64(2))
-            scalar = _load_scalar(builder, builder.add(weight, place))
-            row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
-            row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
+            scalar = _load_scalar(builder, builder.add(weight, builder.shl(k, _I64(2))))
+            row = _gathered_row(builder, index, k, base, row_bytes)
             return [
                 vector_types.fused_multiply_add(
                     builder, scalar, load_vector(builder, builder.add(row, _I64(64 * v))), total
@@ -272,10 +278,8 @@ def _make_scatter(vectors: int):
         """row[index[k]] += weight[k] * source for all k, over ``vectors`` vectors."""
         held = [load_vector(builder, builder.add(source, _I64(64 * v))) for v in range(vectors)]
         loop = _Loop(builder, n, [])
-        place = builder.shl(loop.index, _I64(2))
-        scalar = _load_scalar(builder, builder.add(weight, place))
-        row = builder.load(pointer(builder, builder.add(index, place), _I32), align=4)
-        row = builder.add(base, builder.mul(builder.sext(row, _I64), row_bytes))
+        scalar = _load_scalar(builder, builder.add(weight, builder.shl(loop.index, _I64(2))))
+        row = _gathered_row(builder, index, loop.index, base, row_bytes)
         for v in range(vectors):
             place = builder.add(row, _I64(64 * v))
             store_vector(
@@ -314,3 +318,65 @@ def add_to_rows(source, weight, index, n, base, row_bytes, vectors):
     while v < vectors:
         _scatter_one(source + 64 * v, weight, index, n, base + 64 * v, row_bytes)
         v += 1
+
+
+@jit
+def copy_scaled(source, target, vectors, factor):
+    """Target = factor * source, over whole vectors."""
+    for v in range(vectors):
+        store(target + 64 * v, load(source + 64 * v) * splat(factor))
+
+
+@jit
+def zero_floats(target, n):
+    """Write ``n`` zeros."""
+    k = 0
+    while k + LANES <= n:
+        store(target + 4 * k, splat(_F(0.0)))
+        k += LANES
+    while k < n:
+        write_f32(target + 4 * k, _F(0.0))
+        k += 1
+
+
+@jit
+def copy_floats(source, target, n):
+    """Write ``n`` floats from ``source`` on to ``target``."""
+    k = 0
+    while k + LANES <= n:
+        store(target + 4 * k, load(source + 4 * k))
+        k += LANES
+    while k < n:
+        write_f32(target + 4 * k, read_f32(source + 4 * k))
+        k += 1
+
+
+@jit
+def write_row(line, low, high, index, weights, n):
+    """Write the columns ``low`` to ``high`` of a row: the weights of its support, else 0."""
+    zero_floats(line + 4 * low, high - low)
+    for k in range(n):
+        write_f32(line + 4 * np.int64(read_i32(index + 4 * k)), read_f32(weights + 4 * k))
+
+
+@jit
+def _has_nan(target, vectors):
+    found = no_lanes()
+    for v in range(vectors):
+        found = either(found, is_nan(load(target + 64 * v)))
+    return count(found) > 0
+
+
+@jit
+def product_of_seen(a, a_row, rows, b, b_step, vectors, c, c_row, depth):
+    """``product`` of A [rows, depth] and B, in which a row of B is not read where A is 0, whatever it holds.
+
+    A 0 times NaN or infinity is NaN, so only rows of C that hold NaN are summed again, entry by entry.
+    """
+    product(a, a_row, 4, rows, b, b_step, vectors, c, c_row, depth, 0)
+    for t in range(rows):
+        if _has_nan(c + c_row * t, vectors):
+            zero_floats(c + c_row * t, LANES * vectors)
+            for j in range(depth):
+                if read_f32(a + a_row * t + 4 * j) != _F(0.0):
+                    product(a + a_row * t + 4 * j, 0, 0, 1, b + b_step * j, 0, vectors, c + c_row * t, 0, 1, 1)
