@@ -72,6 +72,7 @@ def agree(one, other, tolerance):
 
 
 @pytest.mark.slow
+@pytest.mark.works_with("Transformers", 'tensor parallelism, tp_plan="auto", two processes')
 @pytest.mark.parametrize("name", [*OPTIONS, "patched_here"])
 def test_two_processes_agree_with_one(split, name):
     models, out, ranks = split
@@ -110,6 +111,7 @@ def test_heads_that_nobody_split_are_named():
 
 
 @pytest.mark.slow
+@pytest.mark.works_with("torch", "context_parallel: a threshold needs all keys", "refused")
 def test_context_parallelism_is_refused(tmp_path):
     run("context_parallel_run.py", tmp_path)
     for rank in range(2):

