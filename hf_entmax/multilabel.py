@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_entmax.losses import multilabel
 
-__all__ = multilabel.__all__
+__all__ = multilabel.__all__  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

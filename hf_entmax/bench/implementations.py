@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_entmax.bench.cases import Case
 from hf_entmax.ops import entmax_attention
-from hf_entmax.ops.backends import available_backends
+from hf_entmax.ops.backends import Backend, available_backends
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _adasplash(problem: Problem) -> Callable[[], Tensor]:
     return lambda: adasplash(problem.query, problem.key, problem.value, alpha=1.5, is_causal=problem.case.causal)
 
 
-def _ours(backend: str) -> Callable[[Problem], Callable[[], Tensor]]:
+def _ours(backend: Backend) -> Callable[[Problem], Callable[[], Tensor]]:
     def make(problem: Problem) -> Callable[[], Tensor]:
         return lambda: entmax_attention(
             *problem.tensors(),

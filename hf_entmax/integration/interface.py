@@ -18,6 +18,7 @@ from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.integration.observe import Observer, is_observed, observers_of
 from hf_entmax.integration.parallel import heads_mesh, of_all_heads, of_own_heads, refuse_context_parallel
 from hf_entmax.ops.attention import attend
+from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
@@ -122,7 +123,7 @@ def entmax_attention_forward(
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
     out = out.transpose(1, 2).contiguous()
     if mesh is not None and weights is not None:
-        weights = of_all_heads(weights, mesh, 1)
+        weights = of_all_heads(weights, mesh, 1)  # type: ignore[arg-type]
     if mesh is not None and observers:
         out = of_all_heads(out, mesh, 2)
     for observer in observers:
@@ -147,7 +148,7 @@ def _attend(
     numbers = heads() if mesh is None else of_own_heads(heads(), mesh)
     # PEFT may have wrapped it; calling the wrapper gives the trained copy.
     kind = getattr(heads, "original_module", heads)
-    backend = getattr(kind, "backend", "auto")
+    backend: Backend = getattr(kind, "backend", "auto")
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from hf_entmax.integration.families import BOOLEAN_MASKS
+from hf_entmax.ops.solve import traced
 
 
 class Limits(NamedTuple):
@@ -108,7 +109,7 @@ def entmax_mask(
     def build() -> Tensor | None:
         return eager_mask(*given, dtype, **kwargs)  # type: ignore[arg-type]
 
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(q_offset, Tensor):
+    if torch.compiler.is_compiling() or traced() or isinstance(q_offset, Tensor):
         return build()
     limits = limits_of(mask_function)
     aligned = limits is not None and (

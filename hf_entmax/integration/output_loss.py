@@ -23,6 +23,7 @@ from hf_entmax import _registration
 from hf_entmax.config import EntmaxConfig
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.losses.core import record_support_sizes
+from hf_entmax.losses.targets import Reduction
 from hf_entmax.ops.candidates import solve_rows
 
 _SUPPORTED = ("conditional generation (encoder-decoder)", "causal language modelling", "masked language modelling",
@@ -106,7 +107,7 @@ class OutputLoss:
             return logits, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         return logits.reshape(*labels.shape, logits.shape[-1]), labels
 
-    def _entmax_loss(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    def _entmax_loss(self, logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
         if self.support is None or torch.compiler.is_compiling():
             return entmax_loss(logits, labels, float(self.alpha or 1.0), reduction=reduction)
         with record_support_sizes() as sizes:
@@ -149,11 +150,18 @@ class OutputLoss:
         if shifted is None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]  # type: ignore[index]
         head = module.get_output_embeddings()
-        hidden, shifted = hidden.to(head.weight.device), shifted.to(head.weight.device)
+        hidden, shifted = hidden.to(head.weight.device), shifted.to(head.weight.device)  # type: ignore[union-attr]
         softcap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
-        options = {"bias": head.bias, "softcap": softcap, "reduction": "none"}
         with record_support_sizes() as sizes:
-            losses = linear_entmax_loss(hidden, head.weight, shifted, float(self.alpha or 1.0), **options)
+            losses = linear_entmax_loss(
+                hidden,
+                head.weight,
+                shifted,
+                float(self.alpha or 1.0),
+                bias=head.bias,
+                softcap=softcap,
+                reduction="none",
+            )
         if self.support is not None:
             self._count(sizes, shifted, shifted[shifted != -100])
         items = given.get("num_items_in_batch")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
-from hf_entmax.config import EntmaxConfig, Site, config_from
+from hf_entmax.config import EntmaxConfig, config_from
 from hf_entmax.integration import attach as attaching
 from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
@@ -155,7 +155,7 @@ def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
     return EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
 
 
-def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[Site, Tensor]:
+def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
     """The alpha of every head.
 
     Args:
@@ -194,7 +194,7 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[Site, Tensor]
     return table
 
 
-def set_alphas(model: PreTrainedModel, values: float | Mapping[Site, Tensor | float]) -> None:
+def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | float]) -> None:
     """Set the alphas of a patched model in place.
 
     Args:
@@ -228,13 +228,12 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[Site, Tensor | fl
         return
     sites = [s for s in attention_sites(model) if isinstance(attaching.heads_of(s), (LearnedAlpha, TiedAlpha))]
     present = sorted({s.site for s in sites})
-    if not isinstance(values, Mapping):
-        values = dict.fromkeys(present, values)
-    if unknown := sorted(set(values) - set(present)):
+    by_site = values if isinstance(values, Mapping) else dict.fromkeys(present, values)
+    if unknown := sorted(set(by_site) - set(present)):
         raise ValueError(f"set_alphas was given sites {unknown}; this model has learned alphas at {present}.")
     lo, hi = config.alpha_range
     planned = []
-    for name, given in values.items():
+    for name, given in by_site.items():
         tensor = torch.as_tensor(given, dtype=torch.float32)
         own = [s for s in sites if s.site == name]
         depth = max(s.layer for s in own) + 1

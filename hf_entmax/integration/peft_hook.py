@@ -174,5 +174,5 @@ def _load_numbers(model: nn.Module, state: dict[str, list[float]]) -> None:
         )
     with torch.no_grad():
         for name, values in state.items():
-            model.get_submodule(name.rpartition(".")[0]).check_loaded(name, torch.tensor(values))
+            model.get_submodule(name.rpartition(".")[0]).check_loaded(name, torch.tensor(values))  # type: ignore[operator]
             own[name].copy_(torch.tensor(values))

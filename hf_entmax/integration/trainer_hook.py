@@ -54,7 +54,7 @@ def install() -> None:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        with counting_support(self.model) as batches:
+        with counting_support(self.model) as batches:  # type: ignore[arg-type]
             result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         support = _mean_support(self, dataloader, batches)
         if support is not None and result.metrics is not None:

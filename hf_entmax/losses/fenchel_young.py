@@ -261,7 +261,7 @@ class EntmaxLoss(nn.Module):
         else:
             self.register_buffer("alpha", alpha)
         self.ignore_index = ignore_index
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.label_smoothing = label_smoothing
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

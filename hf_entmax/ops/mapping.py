@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_entmax.ops import opaque
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import checked, compute_dtype, row_probabilities
+from hf_entmax.ops.solve import checked, compute_dtype, row_probabilities, traced
 
 
 class EntmaxFunction(torch.autograd.Function):
@@ -201,7 +201,7 @@ def entmax(
     if scores.numel() == 0:
         return scores.clone()
     # torch.jit.trace cannot save a Function, but it can save what that does.
-    solve = EntmaxFunction.forward if torch.jit.is_tracing() else EntmaxFunction.apply
+    solve = EntmaxFunction.forward if traced() else EntmaxFunction.apply
     probs = solve(moved.reshape(-1, moved.shape[-1]), u, backend == "auto")
     return probs.reshape(moved.shape).movedim(-1, dim)
 

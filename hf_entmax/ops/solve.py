@@ -95,14 +95,19 @@ def exact_dtype(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
+def traced() -> bool:
+    """Whether ``torch.jit.trace`` records what is computed."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def recorded() -> bool:
     """Whether operations are being recorded for a graph that must stand alone: ``torch.export``, ONNX, ``torch.jit.trace``."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return traced() or torch.compiler.is_exporting()
 
 
 def values_visible(tensor: Tensor) -> bool:
     """Whether Python may look at values of this tensor: not while tracing, nor while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.device.type == "meta":
+    if torch.compiler.is_compiling() or traced() or tensor.device.type == "meta":
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

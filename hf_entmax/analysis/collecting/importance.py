@@ -73,8 +73,8 @@ def head_importance(
         # A process without a batch has not met the repeated calls of a shared module.
         everyone = gather_object([(sums, counted)])
         keys = sorted({key for part, _ in everyone for key in part})
-        sums = {key: sum(part[key] for part, _ in everyone if key in part) for key in keys}
-        counted = sum(count for _, count in everyone)
+        sums = {key: torch.stack([part[key] for part, _ in everyone if key in part]).sum(0) for key in keys}
+        counted = torch.stack([count for _, count in everyone]).sum(0)
     if not float(counted):
         raise ValueError("head importance needs at least one label that counts; there was none.")
     result: dict[str, Tensor] = {}

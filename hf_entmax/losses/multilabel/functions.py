@@ -196,8 +196,8 @@ class MultilabelLoss(nn.Module):
             raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, empty one of {list(EMPTY)}.")
         self.mapping = mapping
         self.ignore_index = ignore_index
-        self.empty = empty
-        self.reduction = reduction
+        self.empty: Empty = empty
+        self.reduction: Reduction = reduction
         self.class_weight: Tensor | None
         self.register_buffer("class_weight", class_weight)
         self.options = nn.ParameterDict({k: v for k, v in options.items() if isinstance(v, nn.Parameter)})

@@ -86,7 +86,7 @@ def _setting(name: str, option: Interval, options: Mapping[str, Any]) -> OptionS
     value = options.get(name, option.default)
     names = (f"{name}_init", f"{name}_range")
     if value == "learned":
-        return OptionSetting(name, True, *option.learned(*map(options.get, names), names))
+        return OptionSetting(name, True, *option.learned(options.get(names[0]), options.get(names[1]), names))
     if isinstance(value, str):
         raise ValueError(f'{name}={value!r} is not allowed: give a number in {option}, or "learned".')
     if extras := [key for key in names if key in options]:

@@ -89,9 +89,10 @@ class ControllableMapping(nn.Module):
         self.arguments = {name: x for name, x in given.arguments.items() if name not in ("init", "bounds", "shape")}
         self.dim = self.arguments.pop("dim")
         self.option_name = next((name for name in self.arguments if name in _INTERVALS), None)
-        value = self.arguments.pop(self.option_name, None)
-        name, interval = self.option_name, _INTERVALS.get(self.option_name)
-        if value == "learned":
+        name = self.option_name
+        value = None if name is None else self.arguments.pop(name)
+        interval = None if name is None else _INTERVALS[name]
+        if value == "learned" and interval is not None:
             self.option = BoundedOption(*interval.learned(init, bounds), shape)
         elif isinstance(value, str):
             raise ValueError(f'{name}={value!r} is not allowed: give a number in {interval}, or "learned".')

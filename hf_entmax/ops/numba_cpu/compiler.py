@@ -58,8 +58,8 @@ class _Helper:
         packages = [package.rsplit(".", 2)[0], package.rsplit(".", 1)[0], package]
         paths = [str(here.parents[1]), str(here.parent), str(here)]
         environment = dict(os.environ)
-        if numba.config.CACHE_DIR:
-            environment["NUMBA_CACHE_DIR"] = str(numba.config.CACHE_DIR)
+        if folder := _numba_cache():
+            environment["NUMBA_CACHE_DIR"] = folder
         self.remaining = list(names)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _HELPER, *packages, *paths, *names],
@@ -125,6 +125,13 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
+def _numba_cache() -> str:
+    """The folder that the user has named in NUMBA_CACHE_DIR, or nothing."""
+    from numba.core import config
+
+    return str(getattr(config, "CACHE_DIR", ""))
+
+
 def _user_cache() -> pathlib.Path:
     """Where programs of this user keep what can be made again."""
     home = pathlib.Path.home()
@@ -144,7 +151,7 @@ def cache_folder() -> pathlib.Path | None:
     import numba
 
     try:
-        base = pathlib.Path(numba.config.CACHE_DIR or _user_cache() / "hf_entmax")
+        base = pathlib.Path(_numba_cache() or _user_cache() / "hf_entmax")
         folder = base / f"kernels-{__version__}-numba{numba.__version__}-{_digest()}"
         folder.mkdir(parents=True, exist_ok=True)
         # Numba keeps machine code beside the file of a function, and holds it for outdated when that file's date changes.

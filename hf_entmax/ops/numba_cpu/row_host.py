@@ -100,7 +100,7 @@ def solve_rows(
         r.offsets, r.row_index, r.columns = offsets.data_ptr(), rows.data_ptr(), columns.data_ptr()
     else:
         direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
-        probs = out if direct else torch.empty(n, length)
+        probs = out if direct and out is not None else torch.empty(n, length)
     r.out = probs.data_ptr()
     call.launch("write_rows")
     impossible = maximum <= floor
