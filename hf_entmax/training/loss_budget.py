@@ -109,7 +109,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
                     "(restore_callback_states_from_checkpoint is not needed), or give the original as reference=."
                 )
             self._keep_original(kwargs["model"])
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None  # type: ignore[union-attr]
         if isinstance(saved, dict):
             self.constraint.load_state_dict(saved["attributes"]["constraint_state"])
         self._outer, self._causal = kwargs["model"], {site.site for site in attention_sites(model)} == {"decoder_self"}
@@ -164,7 +164,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self._seen = self._open.enter_context(record_attention(module))  # type: ignore[arg-type]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._busy or self._open is None:
+        if self._busy or self._open is None or self._seen is None or self._known is None:
             return None
         self._open.close()
         self._open = None
@@ -172,12 +172,11 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
             return None
         loss = _loss_of(output)
         share = self._share(kwargs)
-        pairs = attention_pairs(module, _with_mask(kwargs), self._seen)  # type: ignore[arg-type]
-        weights = self._seen.weights
+        pairs, weights = attention_pairs(module, _with_mask(kwargs), self._seen), self._seen.weights  # type: ignore[arg-type]
         soft = torch.stack([soft_density(w, pairs[name], self.tau, self.floor) for name, w in weights.items()]).mean()
         hard = torch.stack([attention_density(w.detach(), pairs[name]) for name, w in weights.items()]).mean()
         task = float(loss.detach()) / share
-        known = self._known / share if self.reference == "softmax" or self._original is not None else self._known  # type: ignore[operator]
+        known = self._known / share if self.reference == "softmax" or self._original is not None else self._known
         self._rises.append(task - known)
         self._last = {"task": task, "density": float(hard)}
         self._seen = None

@@ -51,8 +51,6 @@ class _Helper:
     """A process that compiles kernels into the cache, in the order given."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        import numba
-
         here = pathlib.Path(__file__).parent
         package = __package__ or ""
         packages = [package.rsplit(".", 2)[0], package.rsplit(".", 1)[0], package]
