@@ -86,22 +86,31 @@ def _wrong_version(library: str) -> str | None:
 
 def kernel_package(name: str) -> ModuleType | str:
     """Import a kernel package once; return it, or why it cannot be used."""
-    if name not in _loaded:
-        reason = _missing(name)
-        if reason is None:
-            try:
-                module = importlib.import_module(_KERNELS[name][0])
-            except ImportError as error:
-                reason = f"{_KERNELS[name][0]} cannot be imported: {error}"
-            else:
-                if hasattr(module, "attention") and hasattr(module, "unsupported"):
-                    _loaded[name] = module
-                    return module
-                reason = f"{_KERNELS[name][0]} has no attention kernel in this installation"
-        if _wrong_version(_KERNELS[name][1]) is not None:
-            logger.warning("The %s backend is not used: %s. Slower backends take its place.", name, reason)
-        _loaded[name] = reason
+    if torch.compiler.is_compiling() or name not in _loaded:
+        _load(name)
     return _loaded[name]
+
+
+# Compilers cannot trace an import: they run this while they trace, before they look at what is loaded.
+@torch.compiler.assume_constant_result
+def _load(name: str) -> bool:
+    if name in _loaded:
+        return True
+    reason = _missing(name)
+    if reason is None:
+        try:
+            module = importlib.import_module(_KERNELS[name][0])
+        except ImportError as error:
+            reason = f"{_KERNELS[name][0]} cannot be imported: {error}"
+        else:
+            if hasattr(module, "attention") and hasattr(module, "unsupported"):
+                _loaded[name] = module
+                return True
+            reason = f"{_KERNELS[name][0]} has no attention kernel in this installation"
+    if _wrong_version(_KERNELS[name][1]) is not None:
+        logger.warning("The %s backend is not used: %s. Slower backends take its place.", name, reason)
+    _loaded[name] = reason
+    return True
 
 
 def choose(
