@@ -1,0 +1,198 @@
+"""Check every model type of the installed Transformers, each in a process of its own, and write the table.
+
+    python tests/model_types/sweep.py                       # all, on top of the rows that are there
+    python tests/model_types/sweep.py --only llama,vit --again
+    python tests/model_types/sweep.py --readme              # write the README's list from the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+TABLE = HERE / "model_types.csv"
+TIMEOUT = 240
+
+
+def forked(work: Callable[[], dict[str, str]], seconds: int) -> dict[str, str]:
+    """What a function returns in a process of its own; a crash or a timeout is told in "error"."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiver)
+        signal.alarm(seconds)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+        with os.fdopen(sender, "w") as pipe:
+            pipe.write(json.dumps(answer))
+        os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as pipe:
+        text = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    if text:
+        return json.loads(text)
+    ended = "took too long" if os.WTERMSIG(status) == signal.SIGALRM else f"the process died (status {status})"
+    return {"error": ended}
+
+
+def row_of(model_type: str, folder: Path) -> dict[str, str]:
+    """The row of one model type; runs in a process of its own."""
+    from building import attempts
+    from checks import check
+
+    started, problem = time.monotonic(), ""
+    best: dict[str, str] = {}
+    for tried, (cls, config, size) in enumerate(attempts(model_type)):
+        if size.short and best.get("verdict") == "no attention":
+            continue  # only more layers could show some
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            row = check(cls, config, folder)
+        except Exception as error:
+            if not problem or "too large" in problem:  # that of the smallest model
+                problem = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
+        else:
+            if row["verdict"] == "refused" or reached(row) == 1:
+                return row
+            if not best or reached(row) > reached(best):
+                best = row
+            if (row["verdict"] == "accepted" and tried >= 6) or not size.short:
+                break
+        if time.monotonic() - started > TIMEOUT / 3:
+            break
+    return best or {"verdict": "not built", "reason": problem or "no class takes its configuration"}
+
+
+def reached(row: dict[str, str]) -> float:
+    """Share of the attention modules that some run reaches; none where there are none."""
+    if row["verdict"] != "accepted":
+        return 0.0
+    run, total = map(int, row["sites_run"].split("/"))
+    return run / total
+
+
+def loud(folder: Path, name: str) -> dict[str, str]:
+    """Whether a saved model refuses to load where hf_entmax was never imported."""
+    assert "hf_entmax" not in sys.modules
+    cls = getattr(transformers, name, None) or transformers.AutoModel
+    for implementation in (None, "eager", "sdpa"):
+        try:
+            cls.from_pretrained(folder, attn_implementation=implementation)
+        except Exception:
+            continue
+        return {"loud_without_plugin": f"loads with attn_implementation={implementation!r}"}
+    return {"loud_without_plugin": "ok"}
+
+
+def load_plugin() -> None:
+    import hf_entmax
+
+    _ = hf_entmax.patch_model
+
+
+def batch(model_types: list[str], folder: Path) -> dict[str, str]:
+    """Rows of several model types, where the plugin is imported once; appended to a file as they come."""
+    load_plugin()
+    with (folder / "rows.jsonl").open("a") as file:
+        for model_type in model_types:
+            started = time.monotonic()
+            row = forked(lambda m=model_type: row_of(m, folder / m), TIMEOUT)
+            if "error" in row:
+                row = {"verdict": "not built", "reason": row["error"]}
+            row["seconds"] = f"{time.monotonic() - started:.0f}"
+            file.write(json.dumps({"model_type": model_type, **row}) + "\n")
+            file.flush()
+    return {}
+
+
+def sweep(model_types: list[str], on_row: Callable[[dict[str, str]], None], size: int = 8) -> None:
+    """Check model types and hand over their rows."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for start in range(0, len(model_types), size):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            forked(lambda t=model_types[start : start + size], f=folder: batch(t, f), TIMEOUT * size)
+            rows = folder / "rows.jsonl"
+            for line in rows.read_text().splitlines() if rows.exists() else ():
+                row = json.loads(line)
+                saved = folder / row["model_type"]
+                if row["verdict"] == "accepted" and (saved / "outputs.pt").exists():
+                    answer = forked(lambda s=saved, c=row["class"]: loud(s, c), TIMEOUT)
+                    row["loud_without_plugin"] = answer.get("loud_without_plugin") or answer["error"]
+                on_row(row)
+
+
+def columns() -> list[str]:
+    """Of the table."""
+    checks = ["alpha_1_equals_eager", "every_alpha_gets_a_gradient", "no_softmax_in_attention", "causal", "padding"]
+    checks += ["cached", "save_and_load", "unpatch", "loud_without_plugin"]
+    first = ["model_type", "class", "kind", "verdict", "reason", "sites", "sites_run", "unpatched_softmax"]
+    return [*first, *checks, "parameters", "transformers", "torch"]
+
+
+def read(path: Path = TABLE) -> dict[str, dict[str, str]]:
+    """Model type -> its row."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["model_type"]: row for row in csv.DictReader(file)}
+
+
+def write(rows: dict[str, dict[str, str]], path: Path = TABLE) -> None:
+    """The table, sorted by model type."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns(), extrasaction="ignore", restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in sorted(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="model types, separated by commas")
+    parser.add_argument("--again", action="store_true", help="check those that have a row, too")
+    parser.add_argument("--part", default="0/1", help="of the model types only this part, e.g. 1/2")
+    parser.add_argument("--table", type=Path, default=TABLE)
+    options = parser.parse_args()
+    names = sorted(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
+    if options.only:
+        names = options.only.split(",")
+    part, parts = map(int, options.part.split("/"))
+    rows = read(options.table)
+    todo = [name for name in names if options.again or name not in rows][part::parts]
+
+    def keep(row: dict[str, str]) -> None:
+        rows[row["model_type"]] = {**row, "transformers": transformers.__version__, "torch": torch.__version__}
+        write(rows, options.table)
+        faults = {k: v for k, v in row.items() if k in columns()[8:-3] and v != "ok" and not v.startswith("n/a")}
+        said = row["verdict"], row.get("sites_run", ""), row.get("reason", ""), faults or "", row.get("seconds")
+        print(row["model_type"], *said, flush=True)
+
+    sweep(todo, keep)
+
+
+if __name__ == "__main__":
+    main()
