@@ -212,18 +212,18 @@ def _examine(model: str) -> None:
 
     import hf_entmax
     from hf_entmax.integration.discovery import attention_sites, check_supported
+    from hf_entmax.integration.model_classes import model_classes
 
     if model in transformers.CONFIG_MAPPING and not Path(model).exists():
         config = transformers.AutoConfig.for_model(model)
     else:
         config = transformers.AutoConfig.from_pretrained(model)
     name = (config.architectures or [""])[0]
+    found = [getattr(transformers, name)] if hasattr(transformers, name) else model_classes(config)
+    if not found:
+        raise ValueError(f"Transformers has no model for configurations of model_type {config.model_type!r} alone.")
     with torch.device("meta"):
-        built = (
-            getattr(transformers, name)(config)
-            if hasattr(transformers, name)
-            else transformers.AutoModel.from_config(config)
-        )
+        built = found[0](config)
     try:
         check_supported(built)
     except ValueError as error:

@@ -124,5 +124,11 @@ def test_doctor_judges_a_model_by_its_configuration(tmp_path):
     said = run(app, ["doctor", str(tmp_path)])
     assert said.exit_code == 0 and "Nothing keeps a softmax." in said.output
     assert [line.split()[1::2] for line in said.output.splitlines() if "cross" in line] == [["cross", "2", "8"]]
+    said = run(app, ["doctor", "blt_patcher"])  # AutoModel knows none
+    assert said.exit_code == 0 and "BltPatcher can be patched" in said.output
+    said = run(app, ["doctor", "bart"])
+    assert "BartForConditionalGeneration" in said.output and "cross" in said.output
+    said = run(app, ["doctor", "maskformer-swin"])
+    assert said.exit_code == 1 and "cannot be patched" in said.output.replace("\n", " ")
     refused = run(app, ["doctor", "gptj"])
     assert refused.exit_code == 1 and "cannot be patched" in refused.output.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The tables of the benchmark pages, from their CSV files.
+"""The tables of the benchmark pages and of the README, from their CSV files.
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->`` in `README.md` and in `recipes/benchmarks/results/README.md`;
 everything around it is left as it is.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from .model_types import model_types
 from .rows import ROOT, Rows, distinct, table
 
 FOLDER = ROOT / "recipes" / "benchmarks" / "results"
@@ -63,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "losses": lambda: _losses("losses-cpu", "entmax_loss", "forward+backward"),
     "linear_time": lambda: _losses("losses-cpu", "linear_entmax_loss", "forward+backward"),
     "linear_memory": lambda: _losses("losses-cpu", "linear_entmax_loss", "memory"),
+    "model_types": model_types,
     "small_losses": lambda: _losses("losses-small-cpu", "entmax_loss", "forward+backward"),
 }
 

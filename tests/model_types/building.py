@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_entmax.integration.model_classes import model_classes
+
 #: Largest model that is built with numbers.
-MAX_PARAMETERS = 32_000_000
+MAX_PARAMETERS = 20_000_000
 
 _LAYERS = re.compile(
     r"(num_)?(hidden_layers|layers|encoder_layers|decoder_layers|block_layers|blocks)|n_layers?|depth|depths"
@@ -24,9 +24,11 @@ _LAYERS = re.compile(
 )
 _WIDTHS = re.compile(
     r"hidden|embed|embd|d_model|d_kv|d_ff|intermediate|ffn|inner|channel|width|dim|rank|filters|state|section|lora"
-    r"|head_size|proj|mlp\w*_size|decoder_size|bottleneck"
+    r"|head_size|proj|mlp\w*_size|decoder_size|bottleneck|upsample_groups"
 )
-_NO_WIDTHS = re.compile(r"layers|^num_(?!channels)|_num_|^n_(?!embd|inner|state)|max_|position|token|index|indices|patch|image|drop|prob|type|freq|time")
+_NO_WIDTHS = re.compile(
+    r"layers|^num_(?!channels)|_num_|^n_(?!embd|inner|state)|max_|position|token|index|indices|patch|image|drop|prob|type|freq|time"
+)
 _INDICES = re.compile(r"ind(ic|ex)es|out_layers|feature_layer|select_layer|extract_layers|global_att\w*_idx|_ids$")
 _HEADS = re.compile(r"(\w+_)?heads|n_head")
 _HEAD_WIDTHS = re.compile(r"head_dim|head_size|rotary|rope|section")
@@ -51,32 +53,23 @@ _DECODER = {**_TINY_BERT, "is_decoder": True, "add_cross_attention": True}
 _SPEECH: dict[str, Any] = dict(
     model_type="wav2vec2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
 )
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GIVEN: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"encoder": _TINY_BERT, "decoder": _DECODER},
     "vision-encoder-decoder": {"encoder": _TINY_VIT, "decoder": _DECODER},
     "speech-encoder-decoder": {"encoder": _SPEECH, "decoder": _DECODER},
     "vision-text-dual-encoder": {"vision_config": _TINY_VIT, "text_config": _TINY_BERT},
     "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense"] + 31 * ["sparse"]},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "xmod": {"default_language": "en_XX"},
 }
-
-#: Which class of a model type is tried first.
-_PREFERRED = (
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "SPEECH_SEQ_2_SEQ",
-    "IMAGE_TEXT_TO_TEXT",
-    "MASKED_LM",
-    "CAUSAL_LM",
-    "CTC",
-    "OBJECT_DETECTION",
-    "ZERO_SHOT_OBJECT_DETECTION",
-    "UNIVERSAL_SEGMENTATION",
-    "SEMANTIC_SEGMENTATION",
-    "DEPTH_ESTIMATION",
-    "IMAGE_CLASSIFICATION",
-    "VIDEO_CLASSIFICATION",
-    "AUDIO_CLASSIFICATION",
-    "PRETRAINING",
-)
+#: Made of whole configurations that are tiny already.
+_TINY = {
+    name for name, given in GIVEN.items() if any(isinstance(v, dict) and "model_type" in v for v in given.values())
+}
 
 
 @dataclass(frozen=True)
@@ -112,20 +105,16 @@ SIZES = (
 )
 
 
-def model_types() -> list[str]:
-    """All model types of the installed Transformers."""
-    return sorted(CONFIG_MAPPING.keys())
-
-
 def tiny_config(model_type: str, size: Size = SIZES[0]) -> PreTrainedConfig:
     """The default configuration of a model type, shrunk."""
     config = CONFIG_MAPPING[model_type](**GIVEN.get(model_type, {}))
-    if model_type not in GIVEN or model_type == "chameleon":
+    if model_type not in _TINY:
         _shrink(config, size, {})
     return config
 
 
 def _shrink(config: PreTrainedConfig, size: Size, tokens: dict[int, int]) -> None:
+    config._experts_implementation = "eager"  # the fast one wants widths in multiples of 16 bytes
     divisor, short, heads = size.divisor, size.short, size.heads
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     kinds = values.get("layer_types")
@@ -215,40 +204,6 @@ def _divided_sections(value: dict[str, Any], divisor: int) -> dict[str, Any]:
     return found
 
 
-def classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Classes that a configuration builds: with a head, without one, any other."""
-    mappings = {
-        name.removeprefix("MODEL_FOR_").removesuffix("_MAPPING"): getattr(modeling_auto, name)
-        for name in dir(modeling_auto)
-        if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING")
-    }
-    names = [name for name in _PREFERRED if name in mappings] + [n for n in mappings if n not in _PREFERRED]
-    found: list[type[PreTrainedModel]] = []
-    heads = [mappings[name][type(config)] for name in names if type(config) in mappings[name]][:2]
-    base = [modeling_auto.MODEL_MAPPING[type(config)]] if type(config) in modeling_auto.MODEL_MAPPING else []
-    for given in (*heads, *base):
-        found += [cls for cls in (given if isinstance(given, tuple) else (given,)) if cls not in found]
-    return found or _classes_beside(config)
-
-
-def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Models without an auto class: those of the modelling file that name this configuration as theirs."""
-    package = type(config).__module__
-    name = package.replace("configuration_", "modeling_")
-    try:
-        __import__(name)
-    except ImportError:
-        return []
-    return [
-        cls
-        for cls in vars(sys.modules[name]).values()
-        if isinstance(cls, type)
-        and issubclass(cls, PreTrainedModel)
-        and cls.__dict__.get("config_class", getattr(cls, "config_class", None)) is type(config)
-        and "forward" in vars(cls)
-    ]
-
-
 def build(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The model with eager attention and numbers that make every part of it matter.
 
@@ -287,15 +242,5 @@ def attempts(model_type: str) -> Iterator[tuple[type[PreTrainedModel], PreTraine
         if text in seen:
             continue
         seen.add(text)
-        for cls in classes(config):
+        for cls in model_classes(config):
             yield cls, tiny_config(model_type, size), size
-
-
-def on_meta(model_type: str) -> PreTrainedModel:
-    """A model of the default size, without numbers."""
-    config = CONFIG_MAPPING[model_type](**GIVEN.get(model_type, {}))
-    found = classes(config)
-    if not found:
-        raise ValueError(f"transformers {transformers.__version__} has no model of type {model_type!r}")
-    with torch.device("meta"):
-        return found[0]._from_config(config)

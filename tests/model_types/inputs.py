@@ -109,7 +109,8 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         if parameters[name].default is inspect.Parameter.empty
         and parameters[name].kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ]
-    made = _makers(model, model.config)
+    config = model.config
+    made = _makers(model, config)
     common = {"use_cache": False} if "use_cache" in names else {}
     if "return_dict" in names:
         common["return_dict"] = True
@@ -121,6 +122,8 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     media = tuple(name for name in main if name not in texts)
     if texts and media:
         groups += [(*texts, name) for name in media]
+    if "encoder_hidden_states" in names and getattr(config, "is_encoder_decoder", False) is False:
+        groups += [(*texts, "encoder_hidden_states")]
     if texts:
         groups += [texts, tuple(t for t in texts if t != "decoder_input_ids")]
     decoder = tuple(t for t in texts if t == "decoder_input_ids")
@@ -182,11 +185,13 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
 
         def make() -> list[Tensor]:
             drawn = torch.randint(low, high, (BATCH, length), generator=torch.Generator().manual_seed(2))
+            books = _number(config, "num_codebooks", "num_channels")  # codes of sounds
+            codes = [drawn[..., None].expand(-1, -1, books).clone()] if isinstance(books, int) else []
             if hasattr(config, "eos_token_id") and isinstance(config.eos_token_id, int):
                 ended = drawn.clone()
                 ended[:, -1] = min(config.eos_token_id, vocabulary - 1)
-                return [drawn, ended]
-            return [drawn]
+                return [drawn, ended, *codes]
+            return [drawn, *codes]
 
         return make
 
@@ -209,8 +214,18 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
         return found
 
     def features() -> list[Tensor]:
-        mel = _number(config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
-                      "feature_size", "n_mels", "mel_bins", "input_size", default=80)
+        mel = _number(
+            config,
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "feature_projection_input_dim",
+            "input_dim",
+            "feature_size",
+            "n_mels",
+            "mel_bins",
+            "input_size",
+            default=80,
+        )
         mel = mel if isinstance(mel, int) else mel[0]
         source = _number(config, "max_source_positions", default=100)
         lengths = dict.fromkeys([min(2 * source, 3000), 100, 128, 200])
@@ -239,6 +254,11 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
             found = [flat, *found]
         return found
 
+    def encoded() -> list[Tensor]:
+        own = states()[-1].shape[-1]
+        width = _number(config, "encoder_hidden_size", "cross_attention_hidden_size", "cross_hidden_size", default=own)
+        return [random(BATCH, LENGTH, width)]
+
     def boxes() -> list[Tensor]:
         return [torch.tensor([1, 2, 3, 4]).expand(BATCH, LENGTH, 4)]
 
@@ -250,7 +270,7 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
         "decoder_input_ids": ids(TARGETS),
         "inputs_embeds": lambda: [states()[-1]],
         "query_embeds": lambda: [states()[-1]],
-        "encoder_hidden_states": lambda: [states()[-1]],
+        "encoder_hidden_states": encoded,
         "hidden_states": states,
         "bbox": boxes,
         "grid_thw": grid,
