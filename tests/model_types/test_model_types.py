@@ -60,9 +60,9 @@ SAMPLE = [
     "segformer",
     "siglip",
     "t5",
-    "vit",
-    "vitpose",
-    "whisper",
+    "beit",
+    "deit",
+    "conditional_detr",
     "xlnet",
 ]
 
