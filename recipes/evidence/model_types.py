@@ -37,7 +37,7 @@ def model_types() -> str:
         f"{len(accepted)} can be patched, {len(refused)} are refused and {len(by.get('no attention', []))} have no "
         f"attention. {len(right)} of those that can be patched pass every check that applies to them"
     )
-    text += "." if len(right) == len(accepted) else f"; the {len(accepted) - len(right)} others are marked \\*."
+    text += "." if len(right) == len(accepted) else "; what the others (marked \\*) fail stands in the table."
     if waiting:
         text += f" The table is partial: {len(waiting)} more model types were not checked yet."
     kinds = sorted(distinct(accepted, "kind"), key=lambda kind: (kind.count("+"), kind != "text", kind))

@@ -99,7 +99,7 @@ def test_sample(sample, model_type):
 
 class TestTable:
     def test_every_model_type_has_a_row(self):
-        versions = {row["transformers"] for row in ROWS.values()}
+        versions = {row["transformers"] for row in ROWS.values() if row["verdict"] != "not checked"}
         assert len(versions) == 1
         import transformers
 
