@@ -164,7 +164,7 @@ class TestTheChecksSeeFaults:
 
         class Hidden(nn.Module):  # discovery reads names in the code: there is none
             def forward(self, x):
-                return getattr(torch, "soft" + "max")(x, -1) * x
+                return vars(torch)["soft" + "max"](x, -1) * x
 
         bench.model.model.layers[1].mlp = Hidden()
         bench.softmax()
