@@ -16,7 +16,7 @@ FOLDER = ROOT / "recipes" / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", FOLDER / "README.md")
 
 read = Rows(FOLDER)
-_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (?!end)(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def attention() -> str:
