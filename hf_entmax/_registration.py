@@ -47,7 +47,7 @@ def ensure() -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ImportError(
-                f'This part of hf_entmax needs transformers>=5.17,<6 ({error}). Install it with: pip install "transformers>=5.17,<6". '
+                f'This part of hf_entmax needs transformers>=5.18,<6 ({error}). Install it with: pip install "transformers>=5.18,<6". '
                 "hf_entmax.ops and hf_entmax.losses work without it."
             ) from error
         if module not in _failures:

@@ -36,7 +36,7 @@ assert abs(float(entmax(torch.randn(5), 1.5).sum()) - 1) < 1e-5
 try:
     hf_entmax.patch_model
 except ImportError as error:
-    assert "transformers>=5.17,<6" in str(error), error
+    assert "transformers>=5.18,<6" in str(error), error
 else:
     raise SystemExit("no error")
 """
@@ -55,7 +55,7 @@ entmax_loss(torch.randn(3, 5), torch.tensor([0, 1, 2]))
 try:
     hf_entmax.patch_model
 except ImportError as error:
-    assert "transformers>=5.17,<6" in str(error), error
+    assert "transformers>=5.18,<6" in str(error), error
 else:
     raise SystemExit("no error")
 """

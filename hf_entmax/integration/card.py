@@ -48,7 +48,7 @@ from transformers import {{ architecture }}
 model = {{ architecture }}.from_pretrained("{{ path }}")
 ```
 
-Install with `pip install hf_entmax`; it needs `transformers>=5.17,<6`. This card was written by hf_entmax {{ version }}.
+Install with `pip install hf_entmax`; it needs `transformers>=5.18,<6`. This card was written by hf_entmax {{ version }}.
 
 ## Attention
 

@@ -132,7 +132,7 @@ def require(owner: type, name: str, parameters: list[str]) -> None:
     found = list(inspect.signature(method).parameters) if method is not None else None
     if found is None or found[: len(parameters)] != parameters:
         raise ImportError(
-            f"hf_entmax needs transformers>=5.17,<6: in version {transformers.__version__}, {owner.__name__}.{name} "
+            f"hf_entmax needs transformers>=5.18,<6: in version {transformers.__version__}, {owner.__name__}.{name} "
             f"{'does not exist' if found is None else f'has the parameters {found}'}, where {parameters} are expected. "
-            'Install it with: pip install "transformers>=5.17,<6"'
+            'Install it with: pip install "transformers>=5.18,<6"'
         )
