@@ -40,9 +40,6 @@ def model_types() -> str:
     text += "." if len(right) == len(accepted) else "; what the others (marked \\*) fail stands in the table."
     if waiting:
         text += f" The table is partial: {len(waiting)} more model types were not checked yet."
-    unrecorded = [row for row in accepted if row["no_softmax_in_attention"] == "n/a: not recorded yet"]
-    if unrecorded:
-        text += f" Of {len(unrecorded)} of those that can be patched the check that no attention runs a softmax is still to come."
     kinds = sorted(distinct(accepted, "kind"), key=lambda kind: (kind.count("+"), kind != "text", kind))
     lines = [(kind, _named([r for r in accepted if r["kind"] == kind])) for kind in kinds]
     lines.append(("refused", _named(refused)))
