@@ -42,7 +42,7 @@ def model_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     heads = [mappings[name][type(config)] for name in names if type(config) in mappings[name]][:2]
     base = [modeling_auto.MODEL_MAPPING[type(config)]] if type(config) in modeling_auto.MODEL_MAPPING else []
     for given in (*heads, *base):
-        found += [cls for cls in (given if isinstance(given, tuple) else (given,)) if cls not in found]
+        found += [cls for cls in (given if isinstance(given, tuple) else (given,)) if cls not in found]  # type: ignore[assignment]
     return found or _classes_beside(config)
 
 

@@ -92,7 +92,6 @@ def kernel_package(name: str) -> ModuleType | str:
 
 
 # Compilers cannot trace an import: they run this while they trace, before they look at what is loaded.
-@torch.compiler.assume_constant_result
 def _load(name: str) -> bool:
     if name in _loaded:
         return True
@@ -111,6 +110,10 @@ def _load(name: str) -> bool:
         logger.warning("The %s backend is not used: %s. Slower backends take its place.", name, reason)
     _loaded[name] = reason
     return True
+
+
+# What `torch.compiler.assume_constant_result` sets; calling it would import Dynamo, and Dynamo Triton.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose(

@@ -149,6 +149,7 @@ class Reporter(tf.TrainerCallback):
 @pytest.mark.parametrize("family", ["t5", "llama", "bert"])
 def test_alpha_density_and_diversity_reach_the_reporters(family, tmp_path):
     model = patch_model(tiny.build(family), alpha_init=1.5)
+    hooks = dict(model._forward_pre_hooks)
     reporter = Reporter()
     trainer = _trainer(tmp_path, model, family, callbacks=[reporter, AlphaLoggingCallback()])
     trainer.train()
@@ -166,7 +167,7 @@ def test_alpha_density_and_diversity_reach_the_reporters(family, tmp_path):
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for site in tiny.SITES[family]:
         assert torch.allclose(torch.tensor(records[-1]["alpha"][site]), alphas(model)[site], atol=1e-4)
-    assert not model._forward_pre_hooks
+    assert dict(model._forward_pre_hooks) == hooks
 
 
 def test_the_callback_does_not_change_training(tmp_path):
