@@ -10,7 +10,63 @@ import torch
 from torch import Tensor, nn
 
 
-class LearnedAlpha(nn.Module):
+class LearnedNumbers(nn.Module):
+    """Numbers that an attention module learns beside its weights: how they are kept, cast and checked.
+
+    Args:
+        num_heads: number of query heads, H.
+        keep_float32: stay float32 when the model is cast to a lower precision.
+    """
+
+    def __init__(self, num_heads: int, keep_float32: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.keep_float32 = keep_float32
+
+    def new_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter to be filled by ``reset_parameters``."""
+        # A dtype only where float32 is promised: otherwise the default dtype of the surrounding model counts.
+        return nn.Parameter(torch.empty(*shape, dtype=torch.float32 if self.keep_float32 else None))
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to their start."""
+        raise NotImplementedError
+
+    def check_loaded(self, name: str, values: Tensor) -> None:
+        """Refuse a number that is infinite or not a number: it would run as a bound, or as NaN, and never learn.
+
+        Args:
+            name: its key in the checkpoint, for the message.
+            values: what is about to be loaded, or was.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        if values.device.type != "meta" and not (finite := values.isfinite()).all():
+            held = values if values.numel() < 100 else values[~finite][:4]
+            raise ValueError(
+                f"The checkpoint holds {held.tolist()} under {name!r}; the raw numbers of learned alphas and of length "
+                "scaling must be finite. The checkpoint is damaged, or its training diverged."
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, _ in self.named_parameters(recurse=False):
+            if isinstance(values := state_dict.get(f"{prefix}{name}"), Tensor):
+                self.check_loaded(f"{prefix}{name}", values)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedNumbers:
+        # `model.half()`, `model.to(torch.bfloat16)`: follow the device, keep the precision.
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or not self.keep_float32:
+                return moved
+            return tensor.to(moved.device)
+
+        return super()._apply(keep, recurse)
+
+
+class LearnedAlpha(LearnedNumbers):
     r"""One bounded number per head, ``value = lo + (hi - lo) * sigmoid(a)``.
 
     For alpha and the range (1, 2) this is ``alpha = 1 + sigmoid(a)``, Correia et al. 2019, eq. 10. The number is
@@ -33,14 +89,10 @@ class LearnedAlpha(nn.Module):
         shared: bool = False,
         keep_float32: bool = True,
     ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
+        super().__init__(num_heads, keep_float32)
         self.init = init
         self.bounds = bounds
-        self.keep_float32 = keep_float32
-        # A dtype only where float32 is promised: otherwise the default dtype of the surrounding model counts.
-        dtype = torch.float32 if keep_float32 else None
-        self.a = nn.Parameter(torch.empty(1 if shared else num_heads, dtype=dtype))
+        self.a = self.new_parameter(1 if shared else num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,38 +121,6 @@ class LearnedAlpha(nn.Module):
         with torch.no_grad():
             share = (torch.as_tensor(values, dtype=torch.float64, device=self.a.device) - lo) / (hi - lo)
             self.a.copy_(torch.logit(share.clamp(tiny, 1 - tiny)).expand_as(self.a))
-
-    def check_loaded(self, name: str, values: Tensor | None = None) -> None:
-        """Refuse a raw number that is infinite or not a number: it would run as a bound, or as NaN, and never learn.
-
-        Args:
-            name: its key in the checkpoint, for the message.
-            values: what is about to be loaded; the parameter itself if None.
-
-        Raises:
-            ValueError: naming the key.
-        """
-        values = self.a.detach() if values is None else values
-        if values.device.type != "meta" and not values.isfinite().all():
-            raise ValueError(
-                f"The checkpoint holds {values.tolist()} under {name!r}; the raw numbers of learned alphas must be finite. "
-                "The checkpoint is damaged, or its training diverged."
-            )
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if isinstance(values := state_dict.get(f"{prefix}a"), Tensor):
-            self.check_loaded(f"{prefix}a", values)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedAlpha:
-        # `model.half()`, `model.to(torch.bfloat16)`: follow the device, keep the precision.
-        def keep(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.dtype == tensor.dtype or not self.keep_float32:
-                return moved
-            return tensor.to(moved.device)
-
-        return super()._apply(keep, recurse)
 
     def extra_repr(self) -> str:
         """Show heads, bounds and start."""

@@ -48,6 +48,10 @@ def patch(
     exclude: Annotated[list[str] | None, typer.Option(help="Attention module to leave alone; repeatable.")] = None,
     output_alpha: Annotated[float | None, typer.Option(help="Entmax loss and sparse generation at this alpha.")] = None,
     mapping: Annotated[str, typer.Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
+    length_scaling: Annotated[
+        str, typer.Option(help="none, log or adaptive: scores scaled by the number of keys.")
+    ] = "none",
+    length_scaling_init: Annotated[str, typer.Option(help="Where that starts: identity or paper.")] = "identity",
     backend: Annotated[Backend, typer.Option(help="Who computes the attention.")] = Backend.auto,
     auto_class: Annotated[
         str | None, typer.Option(help="Class to load with, e.g. AutoModelForSeq2SeqLM; default: the checkpoint's own.")
@@ -65,6 +69,8 @@ def patch(
         "alpha": alpha if alpha == "learned" else _number("--alpha", alpha),
         "tie": tie,
         "mapping": mapping,
+        "length_scaling": length_scaling,
+        "length_scaling_init": length_scaling_init,
     }
     if alpha_init is not None:
         options["alpha_init"] = alpha_init if alpha_init == "normal" else _number("--alpha-init", alpha_init)

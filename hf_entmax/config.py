@@ -14,12 +14,16 @@ Site = Literal["encoder_self", "cross", "decoder_self"]
 Tie = Literal["none", "layer", "site", "model"]
 Backend = Literal["auto", "torch", "numba", "triton"]
 AlphaDtype = Literal["float32", "auto"]
+LengthScaling = Literal["none", "log", "adaptive"]
+LengthScalingInit = Literal["identity", "paper"]
 SITES: tuple[Site, ...] = get_args(Site)
 TIES: tuple[Tie, ...] = get_args(Tie)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 #: Defaults of ``alpha_init`` in earlier versions: stored in every checkpoint, those without a learned alpha too.
 _FORMER_STARTS = (1.1,)
 ALPHA_DTYPES: tuple[AlphaDtype, ...] = get_args(AlphaDtype)
+LENGTH_SCALINGS: tuple[LengthScaling, ...] = get_args(LengthScaling)
+LENGTH_SCALING_INITS: tuple[LengthScalingInit, ...] = get_args(LengthScalingInit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,14 @@ class EntmaxConfig:
         mapping_options: options of that mapping, e.g. ``{"lam": 0.5}`` or ``{"lam": "learned"}``.
         alpha_dtype: ``"float32"`` keeps the learned numbers in float32 whatever the dtype of the model; ``"auto"``
             lets them follow the model (FSDP2 wants one dtype per unit).
+        length_scaling: a learned factor of the scores that depends on n, the number of keys that a query may see: those
+            up to itself in causal attention, those of its window, the whole source in cross-attention, padding never.
+            ``"log"`` is scalable softmax, ``c + s * log(n)`` with one ``s`` per head; ``"adaptive"`` is
+            adaptive-scalable entmax, ``delta + beta * log(n + 1) ** gamma`` with beta and gamma from the hidden state.
+            The query is scaled: position biases are not, and a softcap comes after. See ``hf_entmax.length``.
+        length_scaling_init: ``"identity"`` starts with a factor of 1 for every n, so that patching changes nothing;
+            ``"paper"`` starts as the papers do.
+        length_scaling_heads: the heads of each attention module that are scaled, counted from 0; ``None`` means all.
 
     Raises:
         ValueError: if a value is outside what is allowed; the message says what was given and what is allowed.
@@ -78,6 +90,9 @@ class EntmaxConfig:
     mapping: str = "entmax"
     mapping_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     alpha_dtype: AlphaDtype = "float32"
+    length_scaling: LengthScaling = "none"
+    length_scaling_init: LengthScalingInit = "identity"
+    length_scaling_heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - the class is frozen
@@ -95,6 +110,16 @@ class EntmaxConfig:
         _choice("tie", self.tie, TIES)
         _choice("backend", self.backend, BACKENDS)
         _choice("alpha_dtype", self.alpha_dtype, ALPHA_DTYPES)
+        _choice("length_scaling", self.length_scaling, LENGTH_SCALINGS)
+        _choice("length_scaling_init", self.length_scaling_init, LENGTH_SCALING_INITS)
+        if self.length_scaling_heads is not None:
+            set_("length_scaling_heads", _integers("length_scaling_heads", self.length_scaling_heads, "heads"))
+            if min(self.length_scaling_heads) < 0 or len(set(self.length_scaling_heads)) < len(
+                self.length_scaling_heads
+            ):
+                raise ValueError(
+                    f"length_scaling_heads={self.length_scaling_heads} must be different numbers from 0 on."
+                )
         if self.sites is not None:
             set_("sites", _names("sites", self.sites))
             if not self.sites:
@@ -102,7 +127,7 @@ class EntmaxConfig:
             for site in self.sites:
                 _choice("sites", site, SITES)
         if self.layers is not None:
-            set_("layers", _layers(self.layers))
+            set_("layers", _integers("layers", self.layers, "layers"))
         set_("exclude", _names("exclude", self.exclude))
         if self.output_alpha is not None:
             set_("output_alpha", _alpha("output_alpha", self.output_alpha, "or None"))
@@ -127,6 +152,16 @@ class EntmaxConfig:
 
     def _reject_options_without_effect(self) -> None:
         """An option that something else switches off is an error, not ignored."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        scaling = ("length_scaling_init", "length_scaling_heads")
+        if self.length_scaling == "none":
+            if idle := [name for name in scaling if getattr(self, name) != defaults[name]]:
+                raise ValueError(f"{idle} would have no effect: length_scaling is 'none'. Choose 'log' or 'adaptive'.")
+        elif self.mapping != "entmax":
+            raise ValueError(
+                f"length_scaling={self.length_scaling!r} is not available for mapping={self.mapping!r}: it scales the "
+                "scores of entmax (alpha=1.0 for softmax)."
+            )
         if self.mapping != "entmax":
             names, why = ("alpha", "alpha_init", "alpha_range"), f"mapping={self.mapping!r} has no alpha"
         elif self.alpha != "learned":
@@ -137,7 +172,6 @@ class EntmaxConfig:
             raise ValueError(
                 f"tie={self.tie!r} is not available for mapping={self.mapping!r}: choose 'none' or 'layer'."
             )
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         if idle := [name for name in names if getattr(self, name) != defaults[name]]:
             raise ValueError(f"{idle} would have no effect: {why}. Leave {'them' if len(idle) > 1 else 'it'} out.")
 
@@ -245,13 +279,13 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else tuple(sorted(value))
 
 
-def _layers(value: object) -> tuple[int, ...]:
+def _integers(name: str, value: object, what: str) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
     if not isinstance(value, (list, tuple, range, set)) or not all(
         isinstance(v, int) and not isinstance(v, bool) for v in value
     ):
-        raise TypeError(f"layers={value!r} must be an integer or a sequence of integers (layers counted from 0).")
+        raise TypeError(f"{name}={value!r} must be an integer or a sequence of integers ({what} counted from 0).")
     if not value:
-        raise ValueError("layers is empty: name at least one layer, or None for all.")
+        raise ValueError(f"{name} is empty: name at least one of the {what}, or None for all.")
     return tuple(value)

@@ -102,7 +102,9 @@ def load(name):
     assert "hf_entmax.ops.numba_cpu" in [module for _, module in _imports(PACKAGE / "ops/backends.py")]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha")], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if _part(p) in ("ops", "losses", "multilabel", "alpha", "length")], ids=str
+)
 def test_the_mathematics_does_not_know_transformers(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = (

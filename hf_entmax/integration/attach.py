@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from hf_entmax.integration.config_hook import softmax_refused
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
 from hf_entmax.integration.parallel import same_everywhere
+from hf_entmax.integration.scaled_query import KEPT_INPUT, input_width, keep_input, length_scaling_of
+from hf_entmax.length import AdaptiveScaling, LogScaling
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
@@ -67,9 +70,13 @@ def check_selection(model: nn.Module, sites: list[AttentionSite], config: Entmax
         )
 
 
-def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
-    """The module of learned (or fixed) numbers that a configuration asks for."""
-    keep = config.alpha_dtype == "float32"
+def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
+    """The module of learned (or fixed) numbers that a configuration asks for.
+
+    Raises:
+        ValueError: if the attention module has not what an option needs; the message names it.
+    """
+    num_heads, keep = site.num_heads, config.alpha_dtype == "float32"
     if config.mapping != "entmax":
         from hf_entmax.integration.learned_options import mapping_heads
 
@@ -80,6 +87,15 @@ def new_heads(num_heads: int, config: EntmaxConfig) -> nn.Module:
     else:
         heads = FixedAlpha(num_heads, float(config.alpha))
     heads.backend = config.backend  # type: ignore[assignment]
+    chosen = (config.length_scaling_heads, config.length_scaling_init)
+    try:
+        if config.length_scaling == "log":
+            heads.length_scaling = LogScaling(num_heads, *chosen, keep_float32=keep)
+        elif config.length_scaling == "adaptive":
+            width = input_width(site.module)
+            heads.length_scaling = AdaptiveScaling(num_heads, width, *chosen, keep_float32=keep)
+    except ValueError as error:
+        raise ValueError(f"{site.name}: {error}") from error
     return heads
 
 
@@ -98,13 +114,15 @@ def attach(model: nn.Module, config: EntmaxConfig) -> None:
             setattr(site.module, LEFT_ALONE, True)
             continue
         if CHILD not in site.module._modules:
-            heads = new_heads(site.num_heads, config)
+            heads = new_heads(site, config)
             _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
             site.module.add_module(CHILD, heads)
         if hasattr(site.module, LEFT_ALONE):
             delattr(site.module, LEFT_ALONE)
-    _tie([site for site in sites if site.name in selected], config)
-    _watch(model, [site for site in sites if site.name in selected])
+    patched = [site for site in sites if site.name in selected]
+    _tie(patched, config)
+    _watch(model, patched)
+    _listen(model, patched if config.length_scaling == "adaptive" else [])
 
 
 def check_implementation(module: nn.Module, *_: Any) -> None:
@@ -129,18 +147,35 @@ def _watch(model: nn.Module, sites: list[AttentionSite]) -> None:
         inside = f"{name}." if name else ""
         if isinstance(module, PreTrainedModel) and any(site.name.startswith(inside) for site in sites):
             watched.add(module)
+    _hook(model, watched, check_implementation)
+
+
+def _listen(model: nn.Module, sites: list[AttentionSite]) -> None:
+    """Let the given attention modules keep their input while they run, and no other."""
+    listening = {site.module for site in sites}
     for module in model.modules():
-        present = [key for key, hook in module._forward_pre_hooks.items() if hook is check_implementation]
-        for key in present:
-            if module not in watched:
-                del module._forward_pre_hooks[key]
-        if module in watched and not present:
-            module.register_forward_pre_hook(check_implementation)
+        if module in listening:
+            module.__dict__.setdefault(KEPT_INPUT, {})
+        else:
+            module.__dict__.pop(KEPT_INPUT, None)
+    _hook(model, listening, keep_input, with_kwargs=True)
+
+
+def _hook(model: nn.Module, wanted: set[nn.Module], hook: Callable[..., None], *, with_kwargs: bool = False) -> None:
+    """Let a hook run before the given modules, once each, and before no other module of the model."""
+    for module in model.modules():
+        present = [key for key, other in module._forward_pre_hooks.items() if other is hook]
+        for key in present if module not in wanted else ():
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if module in wanted and not present:
+            module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
 
 
 def detach(model: nn.Module) -> None:
     """Remove every trace that ``attach`` left on the attention modules."""
     _watch(model, [])
+    _listen(model, [])
     for site in attention_sites(model):
         site.module._modules.pop(CHILD, None)
         if hasattr(site.module, LEFT_ALONE):
@@ -170,13 +205,17 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
         heads = heads_of(site)
         if group not in owners:
             if isinstance(heads, TiedAlpha):  # its former owner lies in another sub-model
-                heads = new_heads(site.num_heads, config)
+                scaling, heads = length_scaling_of(heads), new_heads(site, config)
                 _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
+                if scaling is not None:
+                    heads.length_scaling = scaling
                 site.module.add_module(CHILD, heads)
             owners[group] = heads  # type: ignore[assignment]
             continue
         tied = TiedAlpha(site.num_heads, owners[group])
         tied.backend = config.backend  # type: ignore[assignment]
+        if (scaling := length_scaling_of(heads)) is not None:  # that is each module's own
+            tied.length_scaling = scaling
         site.module.add_module(CHILD, tied)
 
 

@@ -59,6 +59,10 @@ Install with `pip install hf_entmax`; it needs `transformers>=5.18,<6`. This car
 {%- endfor %}
 
 alpha = 1 is the softmax, 1.5 is 1.5-entmax, 2 is sparsemax{{ "; each was learned with the model" if learned else "" }}.
+{%- if scaling %}
+
+{{ scaling }}
+{%- endif %}
 {%- if calibration %}
 
 Before any further training the alphas were calibrated on {{ calibration.tokens }} tokens, with no weight changed: loss
@@ -135,6 +139,7 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID") -> str:
         rows=rows,
         rows_have_alpha=bool(table),
         learned=learned,
+        scaling=scaling_in_words(model),
         calibration=getattr(model.config, CALIBRATION_KEY, None),
         kept=", ".join(f"`{name}`" for name in unpatched_softmax(model)),
         output_alpha=config.output_alpha,
@@ -171,3 +176,21 @@ def _mapping_in_words(mapping: str, alpha: str | float) -> str:
     if alpha == "learned":
         return "alpha-entmax with a learned alpha per head"
     return f"alpha-entmax at alpha = {alpha}"
+
+
+def scaling_in_words(model: PreTrainedModel) -> str:
+    """What the length scaling of a patched model is, in one sentence; empty where it has none."""
+    from hf_entmax.integration.patching import entmax_config, length_scalings
+
+    config = entmax_config(model)
+    identity = config.length_scaling_init == "identity"
+    if config.length_scaling == "none":
+        return ""
+    if config.length_scaling == "log":
+        sites = [f"{site} {_range_in_words(numbers['s'])}" for site, numbers in length_scalings(model).items()]
+        what = f"{'1 + ' * identity}s * log(n) (scalable softmax; s, min / median / max: {'; '.join(sites)})"
+    else:
+        what = f"1 {'- log(2) ' * identity}+ beta * log(n + 1) ** gamma (adaptive-scalable entmax)"
+    heads = "" if config.length_scaling_heads is None else f" of the heads {list(config.length_scaling_heads)}"
+    start = "at the identity" if identity else "as in the paper"
+    return f"The scores{heads} are multiplied by {what}, with n the keys that a query may see; it started {start}."

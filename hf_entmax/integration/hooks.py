@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_entmax.alpha import LearnedAlpha
+from hf_entmax.alpha import LearnedNumbers
 from hf_entmax.integration.config_hook import CONFIG_KEY, require, softmax_refused
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
 from hf_entmax.integration.masks import entmax_mask
@@ -61,9 +61,10 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _initialize_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
-        if not isinstance(module, LearnedAlpha):
+        if not isinstance(module, LearnedNumbers):
             return original(self, module, is_custom_code)
-        if not getattr(module, "_is_hf_initialized", False) and not getattr(module.a, "_is_hf_initialized", False):
+        parts = (module, *module.parameters(recurse=False))
+        if not any(getattr(part, "_is_hf_initialized", False) for part in parts):
             module.reset_parameters()
         module._is_hf_initialized = True  # type: ignore[assignment]
         return None
@@ -106,8 +107,9 @@ def _adjust_keys(original: Callable[..., Any]) -> Callable[..., Any]:
                 "hf_entmax.patch_model(model)."
             )
         for name, module in self.named_modules():
-            if isinstance(module, LearnedAlpha):
-                module.check_loaded(f"{name}.a")
+            if isinstance(module, LearnedNumbers):
+                for key, values in module.named_parameters(recurse=False):
+                    module.check_loaded(f"{name}.{key}", values.detach())
         return result
 
     return adjust_missing_and_unexpected_keys

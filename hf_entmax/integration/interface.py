@@ -17,6 +17,7 @@ from hf_entmax.integration.discovery import head_count
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.integration.observe import Observer, is_observed, observers_of
 from hf_entmax.integration.parallel import heads_mesh, of_all_heads, of_own_heads, refuse_context_parallel
+from hf_entmax.integration.scaled_query import scaled_query
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable import mapped_attention
@@ -112,10 +113,11 @@ def entmax_attention_forward(
     if block_indices is not None:
         options = options.restricted(_chosen_blocks(module, block_indices, query.shape[1], key_length))
     _warn_of_packing(kwargs.get("position_ids"), options, query.shape[-2], key_length)
+    mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
+    query = scaled_query(module, heads, query, key_length, options, mesh)
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
         key, value, options = _append_sink(query, key, value, sink, options)
-    mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
     if mesh is not None:  # sparse rows cannot be gathered
         options = dataclasses.replace(options, need_weights=bool(options.need_weights))
     out, weights = _attend(heads, query, key, value, options, mesh)

@@ -18,6 +18,7 @@ from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
+from hf_entmax.integration.scaled_query import length_scaling_of
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -70,9 +71,7 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
     attaching.check_selection(model, sites, config)
     check_output(model, config)
     for site in attaching.selected_sites(model, sites, config):
-        attaching.new_heads(
-            site.num_heads, config
-        )  # whatever is wrong with the options is found before anything changes
+        attaching.new_heads(site, config)  # whatever is wrong with the options is found before anything changes
     attaching.attach(model, config)
     configs = _patched_configs(model)
     setattr(model, _PREVIOUS, [(c, c._attn_implementation) for c in configs])
@@ -273,6 +272,37 @@ def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
     return {name: {site: torch.stack(rows) for site, rows in sites.items()} for name, sites in table.items()}
 
 
+def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
+    """The learned numbers of the length scaling of every head.
+
+    Returns:
+        site -> name -> float32 copies on the CPU. ``"log"`` has ``s`` ``[layers, heads]``; ``"adaptive"`` has
+        ``beta_weight`` and ``gamma_weight`` ``[layers, heads, d]``. Heads that are not scaled are NaN. Without length
+        scaling the result is empty.
+
+    Raises:
+        ValueError: if the model is not patched.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import hf_entmax
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
+        >>> hf_entmax.length_scalings(hf_entmax.patch_model(model, length_scaling="log"))
+        {'decoder_self': {'s': tensor([[0., 0.]])}}
+    """
+    entmax_config(model)
+    sites = attention_sites(model)
+    scalings = [(site, length_scaling_of(attaching.heads_of(site))) for site in sites]
+    table: dict[str, dict[str, Tensor]] = {}
+    for site, scaling in scalings:
+        for name, values in scaling.named_parameters() if scaling is not None else ():
+            own = [s for s in sites if s.site == site.site]
+            shape = (len(own), max(s.num_heads for s in own), *values.shape[1:])
+            rows = table.setdefault(site.site, {}).setdefault(name, torch.full(shape, float("nan")))
+            rows[site.layer, scaling.heads] = values.detach().float().cpu()  # type: ignore[union-attr]
+    return table
+
+
 def update_config(model: PreTrainedModel, **changes: Any) -> EntmaxConfig:
     """Change fields of the stored configuration of a patched model and of all its sub-models; validated."""
     config = entmax_config(model).replace(**changes)
@@ -293,7 +323,9 @@ def restore(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run a patched model with softmax attention for a while (alpha = 1 everywhere), for comparisons.
+    """Run a patched model with plain softmax attention for a while, for comparisons.
+
+    Alpha is 1 everywhere and no length scaling is applied.
 
     Raises:
         ValueError: if the model is not patched.

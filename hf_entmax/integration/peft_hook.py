@@ -165,14 +165,15 @@ def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
     return numbers
 
 
-def _load_numbers(model: nn.Module, state: dict[str, list[float]]) -> None:
+def _load_numbers(model: nn.Module, state: dict[str, list[Any]]) -> None:
     own = {name: parameter for name, parameter in model.named_parameters() if f".{CHILD}." in name}
-    if set(own) != set(state) or any(own[name].shape != (len(values),) for name, values in state.items()):
+    stored = {name: torch.tensor(values) for name, values in state.items()}
+    if set(own) != set(stored) or any(own[name].shape != values.shape for name, values in stored.items()):
         raise ValueError(
             f"This adapter stores entmax parameters {sorted(state)[:3]}... that do not fit its base, which has {sorted(own)[:3]}...: "
             "the base is not the model that the adapter was trained over."
         )
     with torch.no_grad():
-        for name, values in state.items():
-            model.get_submodule(name.rpartition(".")[0]).check_loaded(name, torch.tensor(values))  # type: ignore[operator]
-            own[name].copy_(torch.tensor(values))
+        for name, values in stored.items():
+            model.get_submodule(name.rpartition(".")[0]).check_loaded(name, values)  # type: ignore[operator]
+            own[name].copy_(values)

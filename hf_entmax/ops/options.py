@@ -177,6 +177,26 @@ class AttentionOptions:
                 allowed = _both(allowed, mask if mask.dtype == torch.bool else mask > masked_below(mask.dtype))
         return allowed
 
+    def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """How many keys each query may attend to.
+
+        Args:
+            queries: T_q.
+            keys: T_k.
+            device: of the tensors of the call.
+
+        Returns:
+            int64, broadcastable to ``[B, H, T_q]``, of three dimensions.
+        """
+        if self.attention_mask is None and self.position_bias is None:
+            start, stop = self.key_range(queries, keys, device)
+            if self.key_padding_mask is None:
+                return (stop - start)[None, None]
+            before = torch.nn.functional.pad(self.key_padding_mask.long().cumsum(-1), (1, 0))
+            return (before[:, stop] - before[:, start])[:, None]
+        allowed: Tensor = self.visible(queries, keys, device)  # type: ignore[assignment]
+        return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, 1, keys))).sum(-1)
+
     def restricted(self, allowed: Tensor) -> AttentionOptions:
         """The same with an attention mask that allows only what ``allowed``, bool, allows as well."""
         mask = self.attention_mask

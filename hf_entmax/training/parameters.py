@@ -19,46 +19,56 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 def alpha_parameter_groups(
-    model: nn.Module, lr: float, alpha_lr: float | None = None, weight_decay: float = 0.0
+    model: nn.Module,
+    lr: float,
+    alpha_lr: float | None = None,
+    weight_decay: float = 0.0,
+    length_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Three groups for any optimiser of ``torch.optim``: weights, weights without decay, and the heads' alphas.
+    """Groups for any optimiser of ``torch.optim``: weights, weights without decay, the heads' alphas, length scaling.
 
-    Alphas are never decayed (decay would pull ``a`` to 0, alpha to the middle of its range) and may learn faster than
-    the weights. Give the result to an optimiser and that to the Trainer, ``Trainer(optimizers=(optimizer, None))``;
-    the Trainer then adds its own schedule, which scales all three.
+    Alphas are never decayed (decay would pull ``a`` to 0, alpha to the middle of its range), nor is length scaling, and
+    both may learn faster than the weights. Give the result to an optimiser and that to the Trainer,
+    ``Trainer(optimizers=(optimizer, None))``; the Trainer then adds its own schedule, which scales all of them.
 
     Args:
         model: a patched model, also inside PEFT or a distributed wrapper. Frozen parameters are left out.
         lr: learning rate of the weights, >= 0.
         alpha_lr: learning rate of the alphas, >= 0; the same as ``lr`` if None.
-        weight_decay: of the weights; biases, normalisation layers and alphas have none.
+        weight_decay: of the weights; biases, normalisation layers, alphas and length scaling have none.
+        length_lr: learning rate of the length scaling, >= 0; the same as ``lr`` if None.
 
     Returns:
         Groups with the keys ``params``, ``lr``, ``weight_decay`` and ``name`` (``"weights"``, ``"no_decay"``,
-        ``"alpha"``); groups without parameters are left out.
+        ``"alpha"``, ``"length_scaling"``); groups without parameters are left out.
 
     Raises:
         ValueError: if a rate is negative, or nothing in the model is learned by hf_entmax.
     """
     alpha_lr = lr if alpha_lr is None else alpha_lr
-    for name, value in (("lr", lr), ("alpha_lr", alpha_lr), ("weight_decay", weight_decay)):
+    length_lr = lr if length_lr is None else length_lr
+    given = {"lr": lr, "alpha_lr": alpha_lr, "weight_decay": weight_decay, "length_lr": length_lr}
+    for name, value in given.items():
         if not value >= 0:
             raise ValueError(f"{name}={value!r} is not allowed: give a number >= 0.")
     decayed = decayed_parameters(model)
-    groups: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "alpha": []}
+    groups: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "alpha": [], "length_scaling": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        group = "alpha" if f".{CHILD}." in f".{name}" else "weights" if name in decayed else "no_decay"
+        if f".{CHILD}." in f".{name}":
+            group = "length_scaling" if ".length_scaling." in name else "alpha"
+        else:
+            group = "weights" if name in decayed else "no_decay"
         groups[group].append(parameter)
-    if not groups["alpha"]:
+    if not groups["alpha"] and not groups["length_scaling"]:
         raise ValueError(
             "This model has no trainable alphas: patch it with hf_entmax.patch_model(model), which learns alpha by default. "
             "Inside PEFT name them in modules_to_save=['entmax_norm']."
         )
-    rates = {"weights": (lr, weight_decay), "no_decay": (lr, 0.0), "alpha": (alpha_lr, 0.0)}
+    rates = {"weights": lr, "no_decay": lr, "alpha": alpha_lr, "length_scaling": length_lr}
     return [
-        {"params": parameters, "lr": rates[name][0], "weight_decay": rates[name][1], "name": name}
+        {"params": parameters, "lr": rates[name], "weight_decay": weight_decay * (name == "weights"), "name": name}
         for name, parameters in groups.items()
         if parameters
     ]

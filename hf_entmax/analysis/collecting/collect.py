@@ -18,9 +18,11 @@ from hf_entmax.analysis.statistics.result import SITES, AttentionStatistics, des
 from hf_entmax.analysis.statistics.sentences import SentenceExtremes
 from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
+from hf_entmax.integration.card import scaling_in_words
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.integration.observe import AttentionCall, observe_attention
+from hf_entmax.integration.patching import is_patched
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -301,6 +303,8 @@ class _Collector:
         statistics.alphas = _alphas(self.model, self.layers)
         statistics.info = {"groups": sorted(self.options.groups), "density_threshold": self.options.density_threshold}
         statistics.info["alignment_threshold"] = self.options.alignment_threshold
+        if is_patched(self.model) and (scaling := scaling_in_words(self.model)):
+            statistics.info["length_scaling"] = scaling
         return statistics
 
 

@@ -59,6 +59,8 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
         Findings, the general ones first. What was not measured is not mentioned.
     """
     findings = [_sparsity(statistics), _alpha(statistics)]
+    if scaling := statistics.info.get("length_scaling"):
+        findings.append(Finding("length scaling", scaling))
     findings += _positions(statistics)
     findings += _roles(statistics)
     findings += [
