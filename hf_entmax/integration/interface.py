@@ -21,7 +21,7 @@ from hf_entmax.integration.scaled_query import scaled_query
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable import mapped_attention
-from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
@@ -117,7 +117,11 @@ def entmax_attention_forward(
     query = scaled_query(module, heads, query, key_length, options, mesh)
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
-        key, value, options = _append_sink(query, key, value, sink, options)
+        if softcap is not None:
+            raise ValueError(
+                "Attention sinks together with softcap are not supported: the sink's score must not be capped."
+            )
+        key, value, options = append_sink(query, key, value, sink, options)
     if mesh is not None:  # sparse rows cannot be gathered
         options = dataclasses.replace(options, need_weights=bool(options.need_weights))
     out, weights = _attend(heads, query, key, value, options, mesh)
@@ -253,36 +257,3 @@ def _warn_of_packing(position_ids: Any, options: AttentionOptions, length_q: int
         "or pass a mask of four dimensions [B, 1, T_q, T_k] or cu_seq_lens_q.",
         stacklevel=2,
     )
-
-
-def _append_sink(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, AttentionOptions]:
-    """Write an attention sink as one more key of zeros with its score as position bias and a value of zeros."""
-    if options.softcap is not None:
-        raise ValueError(
-            "Attention sinks together with softcap are not supported: the sink's score must not be capped."
-        )
-    length_q, length_k = query.shape[-2], key.shape[-2]
-    mask, bias = options.attention_mask, options.position_bias
-    # Limits by position would be aligned to the new last key: write them out before that key exists.
-    limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
-    allowed = limits.visible(length_q, length_k, query.device)
-    if allowed is not None:
-        mask = options.restricted(allowed).attention_mask
-    if mask is not None:
-        open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
-        mask = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
-    if bias is None:
-        bias = query.new_zeros(1, 1, 1, 1)
-    bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)
-    score = sink.to(bias.dtype).view(1, -1, 1, 1).expand(bias.shape[0], -1, length_q, 1)
-    options = dataclasses.replace(
-        options,
-        attention_mask=mask,
-        key_padding_mask=None,
-        position_bias=torch.cat([bias, score], -1),
-        is_causal=False,
-        sliding_window=None,
-    )
-    return nn.functional.pad(key, (0, 0, 0, 1)), nn.functional.pad(value, (0, 0, 0, 1)), options

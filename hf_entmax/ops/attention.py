@@ -103,12 +103,12 @@ def attend(
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     """`entmax_attention` with its keyword arguments in a record."""
     options.check(query, key, value)
-    alpha = _head_alpha(alpha, query.shape[1])
+    alpha = head_alpha(alpha, query.shape[1])
     kernel = backends.choose(backend, query, key, value, alpha, options)
     return kernel(query, key, value, alpha, options)
 
 
-def _head_alpha(alpha: float | Tensor, heads: int) -> float | Tensor:
+def head_alpha(alpha: float | Tensor, heads: int) -> float | Tensor:
     """Return a checked float, or a tensor ``[H]``."""
     if not isinstance(alpha, Tensor):
         return check_alpha(alpha)

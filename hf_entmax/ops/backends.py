@@ -119,7 +119,19 @@ _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def choose(
     name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> Callable[..., tuple[Tensor, Tensor | SparseRows | None]]:
-    """Return the attention function to call.
+    """Return the attention function to call; arguments and errors as of `kernel_module`.
+
+    Returns:
+        A function ``(query, key, value, alpha, options) -> (out, weights | None)``.
+    """
+    module = kernel_module(name, query, key, value, alpha, options)
+    return dense.attention if module is None else module.attention
+
+
+def kernel_module(
+    name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
+) -> ModuleType | None:
+    """Return the package of fused kernels to call.
 
     Args:
         name: one of `BACKENDS`.
@@ -130,7 +142,7 @@ def choose(
         options: what the call is asked to do.
 
     Returns:
-        A function ``(query, key, value, alpha, options) -> (out, weights | None)``.
+        The package, or None for the dense path.
 
     Raises:
         ValueError: if ``name`` is unknown, or cannot run here or with these arguments (naming the argument).
@@ -139,15 +151,12 @@ def choose(
         raise ValueError(f"backend is {name!r}; the options are {', '.join(map(repr, BACKENDS))}.")
     # A recorded graph is to run where hf_entmax is not: plain operations only, unless a kernel is asked for by name.
     if name == "torch" or (name == "auto" and recorded()):
-        return dense.attention
+        return None
     if name == "auto":
         candidate = {"cpu": "numba", "cuda": "triton"}.get(query.device.type)
-        if candidate is None:
-            return dense.attention
-        module = kernel_package(candidate)
-        if isinstance(module, str) or module.unsupported(query, key, value, alpha, options) is not None:
-            return dense.attention
-        return module.attention
+        module = "" if candidate is None else kernel_package(candidate)
+        usable = not isinstance(module, str) and module.unsupported(query, key, value, alpha, options) is None
+        return module if usable else None  # type: ignore[return-value]
     module = kernel_package(name)
     if isinstance(module, str):
         raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")
@@ -156,7 +165,7 @@ def choose(
         raise ValueError(
             f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."
         )
-    return module.attention
+    return module
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:

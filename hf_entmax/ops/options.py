@@ -209,6 +209,39 @@ class AttentionOptions:
         return dataclasses.replace(self, attention_mask=mask)
 
 
+def append_sink(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, AttentionOptions]:
+    """Write an attention sink, a score per head ``[H]``, as one more key of zeros with that as position bias and a value of zeros.
+
+    Returns:
+        Key, value and options with it; zeros stay zeros under a softcap, and the bias comes after it.
+    """
+    length_q, length_k = query.shape[-2], key.shape[-2]
+    mask, bias = options.attention_mask, options.position_bias
+    # Limits by position would be aligned to the new last key: write them out before that key exists.
+    limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
+    allowed = limits.visible(length_q, length_k, query.device)
+    if allowed is not None:
+        mask = options.restricted(allowed).attention_mask
+    if mask is not None:
+        open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
+        mask = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
+    if bias is None:
+        bias = query.new_zeros(1, 1, 1, 1)
+    bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)
+    score = sink.to(bias.dtype).view(1, -1, 1, 1).expand(bias.shape[0], -1, length_q, 1)
+    options = dataclasses.replace(
+        options,
+        attention_mask=mask,
+        key_padding_mask=None,
+        position_bias=torch.cat([bias, score], -1),
+        is_causal=False,
+        sliding_window=None,
+    )
+    return torch.nn.functional.pad(key, (0, 0, 0, 1)), torch.nn.functional.pad(value, (0, 0, 0, 1)), options
+
+
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
 

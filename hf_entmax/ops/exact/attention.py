@@ -1,0 +1,156 @@
+"""Entmax attention that reads a few bits of every key, and in full only the keys that may have weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops import backends
+from hf_entmax.ops.attention import attend, head_alpha
+from hf_entmax.ops.backends import Backend
+from hf_entmax.ops.exact.bounds import candidate_keys
+from hf_entmax.ops.exact.sketch import KeySketch
+from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.sparse_rows import SparseRows
+
+
+class SparseCounts(NamedTuple):
+    """What was read, summed over the queries of a call; int64 ``[B, H]`` each.
+
+    Attributes:
+        total: keys that a query may attend to.
+        read: those of them whose score was computed in full; all others were proved to have weight 0.
+        nonzero: those of them with weight above 0.
+    """
+
+    total: Tensor
+    read: Tensor
+    nonzero: Tensor
+
+
+def exact_sparse_attention(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    scaling: float | None = None,
+    sink: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, SparseCounts]:
+    r"""`entmax_attention` for one query or a few, which proves from a sketch of the keys that most of them have weight 0.
+
+    The output is that of `hf_entmax.ops.entmax_attention` with the same arguments: nothing is approximated. Where nothing
+    can be proved (alpha = 1, keys that are not finite) keys are read in full.
+
+    Args:
+        query: ``[B, H, T_q, D]``, float32, float64, bfloat16 or float16; best with few queries.
+        sketch: of the first ``sketch.length`` keys of ``key`` as they are now; the keys after these are read in full.
+        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``, any strides.
+        value: ``[B, H_kv, T_k, D_v]``.
+        alpha: ``>= 1``; a float for all heads or a tensor ``[H]``.
+        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``.
+        key_padding_mask: bool ``[B, T_k]``, True for real keys.
+        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``, added to the scores (after the cap).
+        is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q``.
+        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
+        scaling: factor of the scores; ``D ** -0.5`` if None.
+        sink: ``[H]``, the score of one more key that every query sees, whose value is 0; it is neither capped nor counted.
+        backend: ``"auto"``, ``"torch"``, ``"numba"`` or ``"triton"``.
+
+    Returns:
+        ``[B, H, T_q, D_v]`` in the dtype of ``value``, and what was read.
+
+    Raises:
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if shapes do not fit together, the sketch cannot be one of ``key``, a value is out of range, or
+            ``backend`` is unknown or cannot run here.
+        RuntimeError: if a gradient is asked for: there is none. Call it under ``torch.no_grad()``, or `entmax_attention`.
+
+    Example:
+        >>> query, key, value = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64)
+        >>> out, counts = exact_sparse_attention(4 * query, sketch_keys(key), key, value, 1.5)
+        >>> expected, _ = entmax_attention(4 * query, key, value, 1.5)
+        >>> out.allclose(expected, atol=1e-6), bool((counts.read < counts.total).all())
+        (True, True)
+    """
+    options = AttentionOptions(
+        attention_mask=attention_mask,
+        key_padding_mask=key_padding_mask,
+        position_bias=position_bias,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        scaling=scaling,
+    )
+    options.check(query, key, value)
+    sketch.check(key)
+    alpha = head_alpha(alpha, query.shape[1])
+    if sink is not None and sink.shape != query.shape[1:2]:
+        raise ValueError(f"sink has shape {tuple(sink.shape)}, but must have [H] = [{query.shape[1]}].")
+    tensors = [query, key, value, alpha, sink, *options.tensors().values()]
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "exact_sparse_attention has no gradient, but an argument requires one. Call it under torch.no_grad(), or call "
+            "entmax_attention."
+        )
+    module = backends.kernel_module(backend, query, key, value, alpha, options)
+    kernel = getattr(module, "exact_sparse_attention", None)
+    if kernel is not None:
+        return kernel(query, sketch, key, value, alpha, options, sink)
+    return gathered_attention(query, sketch, key, value, alpha, options, sink, backend)
+
+
+def gathered_attention(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, SparseCounts]:
+    """The same by plain operations: candidates of all heads that share a key head are gathered and attended to."""
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1:3]
+    u = torch.as_tensor(alpha, device=query.device).double().expand(heads) - 1
+    visible, candidates = candidate_keys(query, sketch, key, u, options, sink)
+    total, read = visible.sum((-1, -2)), candidates.sum((-1, -2))
+    wanted = candidates.reshape(batch, kv_heads, heads // kv_heads * queries, keys).any(2)
+    width = int(wanted.sum(-1).max()) if wanted.numel() else 0
+    # The wanted keys first, in their order; a row that wants fewer is filled up with some that it does not attend to.
+    index = wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
+    key, value = (t.gather(2, index[..., None].expand(-1, -1, -1, t.shape[-1])) for t in (key, value))
+    columns = index.repeat_interleave(heads // kv_heads, 1)[:, :, None].expand(-1, -1, queries, -1)
+
+    def columns_of(term: Tensor | None) -> Tensor | None:
+        return None if term is None else term.expand(batch, heads, queries, keys).gather(-1, columns)
+
+    chosen = dataclasses.replace(
+        options,
+        attention_mask=columns_of(options.attention_mask),
+        position_bias=columns_of(options.position_bias),
+        key_padding_mask=None,
+        is_causal=False,
+        sliding_window=None,
+        need_weights="sparse",
+    ).restricted(candidates.gather(-1, columns))
+    if sink is not None:
+        key, value, chosen = append_sink(query, key, value, sink, chosen)
+    out, weights = attend(query, key, value, alpha, chosen, backend)
+    if isinstance(weights, SparseRows):
+        weights = weights.dense()
+    assert weights is not None
+    return out, SparseCounts(total, read, (weights[..., :width] != 0).sum((-1, -2)))

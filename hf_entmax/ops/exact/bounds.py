@@ -1,0 +1,138 @@
+r"""Bounds on scores from a sketch of the keys, and which keys may have weight.
+
+With scores ``s_i`` between ``l_i`` and ``h_i``, the threshold ``tau`` of entmax, which never falls when a score rises, is at
+least that of the ``l_i``. A key with ``h_i <= tau(l)`` has weight 0, whatever its score is. Of a page with codes
+
+.. math:: s_i = q \cdot k_i = q \cdot (\mathrm{low} + \mathrm{code}_i \, \mathrm{step}) \pm \textstyle\sum_d |q_d| \, \mathrm{step}_d / 2.
+
+The softcap and what is added to the scores apply to both bounds: the one never makes a difference larger, the other leaves it.
+
+Rounding. Let ``A = |q| |k|`` (Euclidean norms, of the page's largest magnitudes for k). Every product and partial sum of
+the true, of the dense path's and of the bound's score is below ``4 A``, so their rounding errors are together below
+``4 (D + 16) eps A``, with eps of the arithmetic; in half precision the dense path rounds query and score, by ``2 eps A`` of
+that type. Scores are rounded again by the softcap and the sum with the bias, relative to their own size: that, and the rounding
+of the threshold, is a margin below the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.exact.sketch import HALF_STEP, KeySketch
+from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import compute_dtype, shift_of, solve_centred, weights_at
+
+#: Below this ``u = alpha - 1`` nearly no key has weight 0, and nothing is proved.
+LEAST_U = 0.005
+
+
+def score_rounding(head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The rounding of a score and of its bound, over ``|q| |k|``."""
+    eps = torch.finfo(compute_dtype(dtype)).eps
+    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        eps = max(eps, 2.0**-10)
+    own = torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0
+    # Ranges and codes are exact to float32.
+    return 4 * (head_dim + 16) * eps + 2 * own
+
+
+def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dtype: torch.dtype) -> Tensor | float:
+    """How far below the threshold a bound must lie, from the size of the scores there."""
+    own = torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0
+    return (64 * torch.finfo(compute_dtype(dtype)).eps + 4 * own) * (1.0 + size + 1.0 / u + softcap)
+
+
+def candidate_keys(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    u: Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Which keys each query may attend to, and which of these may have weight.
+
+    Args:
+        query: ``[B, H, T_q, D]``.
+        sketch: of the first keys.
+        key: ``[B, H_kv, T_k, D]``; only what the sketch does not cover is read.
+        u: ``alpha - 1``, ``[H]``.
+        options: of the call.
+        sink: one more score ``[H]`` without a value, or None.
+
+    Returns:
+        Two bool ``[B, H, T_q, T_k]``: visible keys, and candidates.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    wide = compute_dtype(query.dtype)
+    shape = (batch, heads, queries, keys)
+    visible = options.visible(queries, keys, query.device)
+    visible = query.new_ones(1, dtype=torch.bool) if visible is None else visible
+    visible = visible.expand(shape)
+    if not visible.numel():
+        return visible, visible
+    stacked = (query.to(wide) * options.scale(head_dim)).reshape(batch, kv_heads, -1, head_dim)
+    upper, width = _bounds(stacked, sketch, key, query.dtype)
+    upper, width = upper.reshape(shape), width.reshape(shape)
+    unknown = ~(width < math.inf) | upper.isnan()
+    softcap = options.softcap or 0.0
+    if softcap:
+        upper = torch.tanh(upper / softcap) * softcap
+    for addend in options.addends():
+        upper = upper + addend
+    lower = torch.where(visible & ~unknown, upper - width, -math.inf)
+    rows = lower.flatten(0, 2)
+    u = u.to(wide)[:, None].expand(batch, heads, queries).reshape(-1, 1)
+    if sink is not None:
+        rows = torch.cat((rows, sink.to(wide)[:, None].expand(batch, heads, queries).reshape(-1, 1)), -1)
+    threshold = threshold_below(rows, u, softcap, query.dtype).view(*shape[:3], 1)
+    # Not `upper > threshold`, which is False for NaN.
+    return visible, visible & (unknown | ~(upper <= threshold))
+
+
+def threshold_below(scores: Tensor, u: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
+    """At or below what a score has weight 0 for certain, given lower bounds ``[n, T]`` of all scores.
+
+    Args:
+        scores: float32 or float64; ``-inf`` where there is no bound.
+        u: ``alpha - 1``, ``[n, 1]``.
+        softcap: of the scores, or 0.
+        dtype: of the dense path's scores.
+
+    Returns:
+        ``[n, 1]``; ``-inf`` where nothing can be said.
+    """
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(top.isfinite(), top, 0.0)
+    centred, u = scores - top, u.clamp(min=LEAST_U)
+    shift = shift_of(solve_centred(centred.clone(), u)[0], centred, u).to(scores.dtype)
+    margin = threshold_margin(top.abs(), u, softcap, dtype)
+    # Weights that sum to 1 or more prove that the threshold does not lie below this.
+    proved = weights_at(centred, shift - margin, u).sum(-1, keepdim=True) >= 1
+    return torch.where(proved & (u > LEAST_U), top + shift - 1.0 / u - 2 * margin, -math.inf)
+
+
+def _bounds(stacked: Tensor, sketch: KeySketch, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Upper bounds of the scores of ``stacked`` ``[B, H_kv, R, D]`` before softcap and addends, and how far below the lower lie.
+
+    Returns:
+        Two tensors ``[B, H_kv, R, T_k]``; NaN or infinity where there is no bound.
+    """
+    pages, size, wide = sketch.pages, sketch.page_size, stacked.dtype
+    head_dim = stacked.shape[-1]
+    low, step = (t[:, :, :pages, None, :head_dim].to(wide) for t in (sketch.low, sketch.step))
+    about = (sketch.unpack()[..., :head_dim].to(wide) * step + low).flatten(2, 3)
+    rest = key[:, :, sketch.length :].to(wide)
+    centre = torch.cat((stacked @ about.mT, stacked @ rest.mT), -1)
+
+    largest = torch.linalg.vector_norm(stacked, dim=-1, keepdim=True)
+    slack = score_rounding(head_dim, dtype, stacked.device) * largest.clamp(min=torch.finfo(wide).tiny)
+    half = HALF_STEP * (stacked.abs() @ step.squeeze(3).mT)
+    half = half + slack * sketch.norm[:, :, None, :pages].to(wide)
+    half_rest = slack * torch.linalg.vector_norm(rest, dim=-1)[:, :, None]
+    half = torch.cat((half.repeat_interleave(size, -1), half_rest), -1)
+    return centre + half, 2 * half
