@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-SLOTS = ("third_person", "past", "past_participle", "present_participle")
-TAGS = {"third_person": "<third>", "past": "<past>", "past_participle": "<participle>", "present_participle": "<ing>"}
-_IN_WORDS = {
-    "third_person": "third person singular: ",
-    "past": "past tense: ",
-    "past_participle": "past participle: ",
-    "present_participle": "present participle: ",
+#: Form of a verb -> its tag in the vocabulary of characters, and how other models are asked for it.
+SLOTS = {
+    "third_person": ("<third>", "third person singular: "),
+    "past": ("<past>", "past tense: "),
+    "past_participle": ("<participle>", "past participle: "),
+    "present_participle": ("<ing>", "present participle: "),
 }
+TAGS = [tag for tag, _ in SLOTS.values()]
 #: Always in the training part: the verb whose tree of hypotheses is drawn, so that both its forms have been seen.
 AMBIGUOUS_VERB = "dream"
 
@@ -64,13 +62,13 @@ def table_path() -> Path:
     Raises:
         FileNotFoundError: if it lies in neither.
     """
-    packaged = Path(str(resources.files("hf_entmax"))) / "data" / "english_verbs.tsv"
-    checkout = Path(str(resources.files("hf_entmax"))).parent / "recipes" / "data" / "english_verbs.tsv"
-    for path in (packaged, checkout):
+    package = Path(__file__).parents[1]
+    places = [folder / "data" / "english_verbs.tsv" for folder in (package, package.parent / "recipes")]
+    for path in places:
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"The verb table was found neither at {packaged} nor at {checkout}. Reinstall hf_entmax, or run from a complete checkout."
+        f"The verb table was found neither at {places[0]} nor at {places[1]}. Reinstall hf_entmax, or run from a complete checkout."
     )
 
 
@@ -78,8 +76,9 @@ def read_verbs(path: Path | None = None) -> list[Verb]:
     """All verbs of the table, sorted by lemma."""
     lines = (path or table_path()).read_text(encoding="utf-8").splitlines()
     header, *rows = [line.split("\t") for line in lines]
-    if header != ["lemma", *SLOTS, "class"]:
-        raise ValueError(f"{path or table_path()} has the columns {header}; {['lemma', *SLOTS, 'class']} are expected.")
+    expected = ["lemma", *SLOTS, "class"]
+    if header != expected:
+        raise ValueError(f"{path or table_path()} has the columns {header}; {expected} are expected.")
     return [
         Verb(row[0], dict(zip(SLOTS, (tuple(c.split("|")) for c in row[1:5]), strict=True)), row[5]) for row in rows
     ]
@@ -122,11 +121,10 @@ def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Questio
     asked = []
     for verb in verbs:
         for slot in SLOTS:
-            inflected = slot in ("past", "past_participle")
-            if verb.kind == "regular" or not inflected:
-                groups = ("regular",) if verb.kind == "regular" else ("present",)
-            elif verb.kind == "mixed":
-                groups = ("mixed",)
+            if verb.kind != "regular" and slot not in ("past", "past_participle"):
+                groups = ("present",)
+            elif verb.kind != "irregular":
+                groups = (verb.kind,)
             else:
                 like = "irregular_like_training" if parents[verb.lemma] in seen else "irregular_unlike_training"
                 groups = ("irregular", like)
@@ -156,7 +154,7 @@ def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
     characters = sorted(
         {c for verb in verbs for word in (verb.lemma, *(f for fs in verb.forms.values() for f in fs)) for c in word}
     )
-    special = ["<pad>", "</s>", "<unk>", *TAGS.values()]
+    special = ["<pad>", "</s>", "<unk>", *TAGS]
     vocabulary = {token: i for i, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -171,42 +169,33 @@ def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="</s>",
         unk_token="<unk>",
-        additional_special_tokens=list(TAGS.values()),
+        additional_special_tokens=TAGS,
         clean_up_tokenization_spaces=False,
     )
 
 
 def source_text(question: Question, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the encoder reads: ``<past> dream`` for a tokenizer that has the tags, ``past tense: dream`` for others."""
-    tag = TAGS[question.slot]
-    knows_tags = tag in tokenizer.get_vocab()
-    return f"{tag} {question.lemma}" if knows_tags else _IN_WORDS[question.slot] + question.lemma
+    tag, words = SLOTS[question.slot]
+    return (f"{tag} " if tag in tokenizer.get_vocab() else words) + question.lemma
 
 
 def training_set(asked: Iterable[Question], tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Token ids of all pairs: a question with several answers gives one pair for each."""
     pairs = [(source_text(question, tokenizer), answer) for question in asked for answer in question.answers]
     sources = tokenizer([source for source, _ in pairs])
-    targets = tokenizer(text_target=[answer for _, answer in pairs])
-    columns = {
-        "input_ids": sources["input_ids"],
-        "attention_mask": sources["attention_mask"],
-        "labels": targets["input_ids"],
-    }
-    columns["length"] = [len(s) + len(t) for s, t in zip(columns["input_ids"], columns["labels"], strict=True)]
-    return Dataset.from_dict(columns)
+    labels = tokenizer(text_target=[answer for _, answer in pairs])["input_ids"]
+    lengths = [len(s) + len(t) for s, t in zip(sources["input_ids"], labels, strict=True)]
+    columns = {name: sources[name] for name in ("input_ids", "attention_mask")}
+    return Dataset.from_dict(columns | {"labels": labels, "length": lengths})
 
 
 def batches(
     asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 512
 ) -> Iterable[tuple[list[Question], dict]]:
     """Padded encoder inputs of questions sorted by length, with the questions of each batch."""
-    by_length: dict[int, list[Question]] = defaultdict(list)
-    for question in asked:
-        by_length[len(question.lemma)].append(question)
-    ordered = [question for length in sorted(by_length) for question in by_length[length]]
+    ordered = sorted(asked, key=lambda question: len(question.lemma))
     for start in range(0, len(ordered), batch_size):
         part = ordered[start : start + batch_size]
-        texts = [source_text(question, tokenizer) for question in part]
-        encoded = tokenizer(texts, padding=True, return_tensors="pt")
+        encoded = tokenizer([source_text(question, tokenizer) for question in part], padding=True, return_tensors="pt")
         yield part, {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}

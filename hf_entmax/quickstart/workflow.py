@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 import hf_entmax
@@ -23,23 +23,9 @@ from hf_entmax.analysis import AttentionStatistics, collect
 from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.report import write_report
 from hf_entmax.generation import HypothesisTree, beam_search, hypothesis_tree
-from hf_entmax.quickstart import tables
-from hf_entmax.quickstart.base import load_pretrained, small_bart
-from hf_entmax.quickstart.data import (
-    AMBIGUOUS_VERB,
-    Question,
-    batches,
-    build_tokenizer,
-    read_verbs,
-    source_text,
-    split_verbs,
-    training_set,
-)
-from hf_entmax.quickstart.data import questions as questions_about
-from hf_entmax.quickstart.evaluate import Score, accuracy, answers, labelled_batches, on_device
-from hf_entmax.quickstart.reload import check_reload
-from hf_entmax.quickstart.search import NUM_BEAMS, certificates, hypotheses, search
-from hf_entmax.quickstart.stages import train
+from hf_entmax.quickstart import data, measure, models, show
+from hf_entmax.quickstart.data import Question, source_text
+from hf_entmax.quickstart.measure import labelled_batches
 from hf_entmax.training import AlphaLoggingCallback, alpha_parameter_groups
 
 #: Peak learning rates: of the small model from scratch, of its weights after patching, of a given model, of the alphas.
@@ -51,294 +37,257 @@ IRREGULAR_COPIES = 2
 BETAS = (0.9, 0.98)
 #: Of ``max_minutes``: when the softmax stage, and when fine-tuning, must be over. The rest is for measuring.
 BASE_UNTIL, FINE_TUNE_UNTIL = 0.4, 0.85
-#: Held-out questions on which attention is measured.
-ANALYSED = 512
-#: Held-out questions beside the example whose attention the report shows whole.
-SHOWN = 5
-#: Held-out questions that are searched with certificates.
-SEARCHED = 800
-#: Of those, how many of the most uncertain ones are shown with their answers.
-UNCERTAIN = 4
+#: Held-out questions on which attention is measured; beside the example, whose attention the report shows whole; that are
+#: searched with certificates; and, of those, how many of the most uncertain ones are shown with their answers.
+ANALYSED, SHOWN, SEARCHED, UNCERTAIN = 512, 5, 800, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Arguments of :func:`hf_entmax.quickstart.run`, checked."""
+def run(
+    out_dir: str | Path = "quickstart-output",
+    model: str | None = None,
+    *,
+    output_alpha: float | None = 1.5,
+    seed: int = 0,
+    max_minutes: float = 30.0,
+    base_steps: int = 1600,
+    steps: int = 1600,
+    batch_size: int | None = None,
+    questions: int | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Make a softmax model of English verbs adaptively sparse, and look at what became of it.
 
-    out_dir: Path
-    model: str | None
-    output_alpha: float | None
-    seed: int
-    max_minutes: float
-    base_steps: int
-    steps: int
-    batch_size: int
-    questions: int | None
+    A small character-level BART is trained from scratch with softmax (it stands in for a pretrained model), patched with
+    one call, fine-tuned with the Seq2SeqTrainer, saved, and loaded in a fresh process that must give the same logits.
+    Verbs are held out by lemma. Prints tables and writes, into ``out_dir``: ``model/`` (the patched model with its
+    tokenizer), ``base/`` (the softmax model), ``figures/``, ``report.html`` with the numbers of every head, and
+    ``results.json``. Needs no network.
 
-    def __post_init__(self) -> None:
-        for name in ("base_steps", "steps", "batch_size", "questions"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not allowed: give an integer >= 1.")
-        if not self.max_minutes > 0:
-            raise ValueError(f"max_minutes={self.max_minutes!r} is not allowed: give a number of minutes > 0.")
-        hf_entmax.EntmaxConfig(output_alpha=self.output_alpha)
-        if self.out_dir.exists() and not self.out_dir.is_dir():
-            raise ValueError(f"out_dir={self.out_dir} is a file: name a directory.")
+    Args:
+        out_dir: created; files of an earlier run are overwritten.
+        model: an encoder-decoder on the Hub or in a directory that is used, with its own tokenizer, in place of the
+            small one. It is not trained with softmax first: its accuracy before is that of the checkpoint as it is.
+        output_alpha: alpha of the output loss and of ``generate()``, >= 1; ``None`` keeps the output a softmax.
+        seed: of the split, the weights and the order of the batches.
+        max_minutes: an emergency brake, > 0: a training that is not over by its share of this time is stopped, which is
+            said. Otherwise the steps alone decide, and two runs on one machine give the same numbers.
+        base_steps: optimiser steps of the softmax stage, >= 1.
+        steps: optimiser steps after patching, >= 1.
+        batch_size: pairs per step; by default 64 for the small model, 32 for a given one.
+        questions: measure on so many held-out questions at most; by default all for the small model, 200 for a given
+            one.
+        console: of ``rich``, where everything is printed.
+
+    Returns:
+        What ``results.json`` holds.
+
+    Raises:
+        ValueError: if an argument is out of range, or ``model`` is no encoder-decoder or cannot be patched.
+        RuntimeError: if the reloaded model does not give the same logits.
+    """
+    small = model is None
+    batch_size = (64 if small else 32) if batch_size is None else batch_size
+    questions = (None if small else 200) if questions is None else questions
+    counts = {"base_steps": base_steps, "steps": steps, "batch_size": batch_size, "questions": questions}
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} is not allowed: give an integer >= 1.")
+    if not max_minutes > 0:
+        raise ValueError(f"max_minutes={max_minutes!r} is not allowed: give a number of minutes > 0.")
+    hf_entmax.EntmaxConfig(output_alpha=output_alpha)
+    out = Path(out_dir)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out_dir={out} is a file: name a directory.")
+    out.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"out_dir": str(out), "model": model, "output_alpha": output_alpha, "seed": seed}
+    transformers_logging.disable_progress_bar()
+    set_seed(seed)
+    with _threads(1 if small else torch.get_num_threads()):
+        return _Quickstart(settings | {"max_minutes": max_minutes, **counts}, out, console or Console()).run()
 
 
-class _Clock:
-    """Seconds of each step, and how much of the budget is left."""
+class _Quickstart:
+    """One run: what its steps share."""
 
-    def __init__(self, max_minutes: float) -> None:
+    def __init__(self, settings: dict[str, Any], out: Path, console: Console) -> None:
+        self.settings, self.out, self.console, self.print = settings, out, console, console.print
         self.start = self.last = time.monotonic()
-        self.budget = 60 * max_minutes
         self.seconds: dict[str, float] = {}
+        self.steps_done: dict[str, int] = {}
 
     def lap(self, name: str) -> None:
+        """Write down how long the step took that ends here, s."""
         now = time.monotonic()
-        self.seconds[name] = round(now - self.last, 1)
-        self.last = now
+        self.seconds[name], self.last = round(now - self.last, 1), now
 
-    def until(self, share: float) -> float:
-        """Seconds left until this share of the budget is spent; at least one."""
-        return max(1.0, self.start + share * self.budget - time.monotonic())
+    def sample(self, asked: list[Question], most: int | None) -> list[Question]:
+        if most is None or len(asked) <= most:
+            return list(asked)
+        return random.Random(self.settings["seed"]).sample(asked, most)
+
+    def run(self) -> dict[str, Any]:
+        given, output_alpha, seed = (self.settings[name] for name in ("model", "output_alpha", "seed"))
+        verbs = data.read_verbs()
+        known, unknown = data.split_verbs(verbs, seed)
+        self.held_out = self.sample(data.questions(unknown, known), self.settings["questions"])
+        self.print(
+            f"[bold]1. Data[/]: {len(verbs):,} English verbs; {len(known):,} to learn from, {len(unknown)} held out, "
+            f"{len(self.held_out):,} questions about those."
+        )
+        self.print("[bold]2. A softmax model[/]:", given or "a small BART of characters, from scratch.")
+        if given is None:
+            self.tokenizer: Any = data.build_tokenizer(verbs)
+            self.model: Any = models.small_bart(self.tokenizer)
+        else:
+            self.model, self.tokenizer = models.load_pretrained(given)
+        asked = data.questions(known)
+        asked += (IRREGULAR_COPIES - 1) * [q for q in asked if q.groups[0] in ("irregular", "mixed")]
+        self.pairs = data.training_set(asked, self.tokenizer)
+        if given is None:
+            optimizer = AdamW(self.model.parameters(), lr=BASE_LR, betas=BETAS, weight_decay=0.0)
+            self.train("softmax", "base", optimizer, self.settings["base_steps"], seed, BASE_UNTIL)
+            self.save("base")
+        self.lap("softmax model")
+        before, softmax_statistics = self.measure("softmax")
+        self.lap("measuring it")
+
+        self.print("[bold]3. Patch[/]: model = hf_entmax.patch_model(model)")
+        self.model = hf_entmax.patch_model(self.model, alpha_init=ALPHA_INIT, output_alpha=output_alpha)
+
+        self.print("[bold]4. Fine-tune[/] with the Seq2SeqTrainer")
+        lr = FINE_TUNE_LR if given is None else PRETRAINED_LR
+        callback = AlphaLoggingCallback(labelled_batches(self.held_out[:16], self.tokenizer)[0])
+        optimizer = AdamW(alpha_parameter_groups(self.model, lr=lr, alpha_lr=ALPHA_LR), betas=BETAS)
+        self.train("entmax", "model", optimizer, self.settings["steps"], seed + 1, FINE_TUNE_UNTIL, callback)
+        self.lap("fine-tuning")
+
+        self.print("[bold]5. Save[/]: model.save_pretrained(directory)")
+        self.save("model")
+        probe = labelled_batches(self.held_out[:32], self.tokenizer)[0]
+        difference = models.check_reload(self.model, self.out / "model", probe)
+        self.print(f"[bold]6. Reload[/] in a fresh process: the largest difference of a logit is {difference:.2g}.")
+        self.lap("saving and reloading")
+
+        self.print("[bold]7. What became of it[/]")
+        after, statistics = self.measure("entmax")
+        self.print(show.accuracy_table({"softmax": before, "entmax, fine-tuned": after}))
+        self.print(show.site_table(softmax_statistics, statistics))
+        lists = lambda values: {site: tensor.tolist() for site, tensor in values.items()}  # noqa: E731
+        both = {"before": (before, softmax_statistics), "after": (after, statistics)}
+        results: dict[str, Any] = {
+            "settings": self.settings,
+            "steps_done": self.steps_done,
+            "versions": {"hf_entmax": hf_entmax.__version__, "torch": torch.__version__},
+            "verbs": {"train": len(known), "held_out": len(unknown), "questions": len(self.held_out)},
+            "accuracy": {
+                name: {group: dataclasses.asdict(score) | {"share": score.share} for group, score in scores.items()}
+                for name, (scores, _) in both.items()
+            },
+            "density": lists(statistics.density),
+            "head_diversity_nats": {name: lists(own.head_diversity_nats) for name, (_, own) in both.items()},
+            "alpha": lists(hf_entmax.alphas(self.model)),
+            "reload": {"largest_difference_of_a_logit": difference},
+        }
+        self.lap("measuring")
+        tree = None
+        if output_alpha is not None:
+            results["output"], tree = self.search()
+            self.lap("searching")
+        results["files"] = [str(path) for path in self.draw(softmax_statistics, statistics, tree)]
+        self.lap("figures and report")
+        total = time.monotonic() - self.start
+        results["seconds"] = {**self.seconds, "total": round(total, 1)}
+        target = self.out / "results.json"
+        target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        planned = {"softmax": self.settings["base_steps"], "entmax": self.settings["steps"]}
+        done = ", ".join(f"{n:,} of {planned[name]:,} steps with {name}" for name, n in self.steps_done.items())
+        self.print(f"Done in {total:.0f} s: {done}. Numbers: {target}; model: {self.out / 'model'}")
+        return results
+
+    def train(
+        self, name: str, folder: str, optimizer: AdamW, steps: int, seed: int, until: float, *callbacks: Any
+    ) -> None:
+        end = self.start + until * 60 * self.settings["max_minutes"]
+        self.steps_done[name] = models.train(
+            self.model, self.tokenizer, self.pairs, optimizer, title=f"training with {name}", out_dir=self.out / folder,
+            steps=steps, max_seconds=max(1.0, end - time.monotonic()), batch_size=self.settings["batch_size"], seed=seed,
+            console=self.console, callbacks=callbacks,
+        )  # fmt: skip
+
+    def save(self, folder: str) -> None:
+        self.model.save_pretrained(self.out / folder)
+        self.tokenizer.save_pretrained(self.out / folder)
+
+    def measure(self, name: str) -> tuple[dict[str, measure.Score], AttentionStatistics]:
+        """Accuracy and attention of the model as it stands."""
+        scores = measure.accuracy(measure.answers(self.model, self.tokenizer, self.held_out, self.console))
+        batches = labelled_batches(self.sample(self.held_out, ANALYSED), self.tokenizer)
+        groups = ("sparsity", "diversity", "position", "roles")
+        statistics = collect(self.model, batches, tokenizer=self.tokenizer, groups=groups, name=name)
+        first = self.example
+        shown = [first, *[question for question in self.held_out if question is not first][:SHOWN]]
+        statistics.examples = collect_examples(self.model, labelled_batches(shown, self.tokenizer), self.tokenizer)
+        shares = {f"accuracy on {group} verbs": scores[group].share for group in ("regular", "irregular")}
+        statistics.scores = {name: share for name, share in shares.items() if share is not None}
+        return scores, statistics
 
     @property
-    def total(self) -> float:
-        return round(time.monotonic() - self.start, 1)
+    def example(self) -> Question:
+        """The question of the attention maps: one whose answer changes the stem, if one is held out."""
+        pasts = [q for q in self.held_out if q.slot == "past" and q.groups[0] == "regular"]
+        doubled = [q for q in pasts if len(q.answers[0]) == len(q.lemma) + 3]
+        return max(doubled or self.held_out, key=lambda q: (len(q.lemma), q.lemma))
 
+    def search(self) -> tuple[dict[str, Any], HypothesisTree]:
+        """Certificates on held-out questions, the tree of the ambiguous verb, and the most uncertain questions."""
+        model, tokenizer = self.model, self.tokenizer
+        found = measure.search(model, tokenizer, self.sample(self.held_out, SEARCHED), self.console)
+        proved = measure.certificates(model, tokenizer, found)
+        self.print(show.output_table(proved, float(self.settings["output_alpha"] or 1.0)))
+        verb = next(v for v in data.read_verbs() if v.lemma == data.AMBIGUOUS_VERB)
+        asked = next(q for q in data.questions([verb]) if len(q.answers) > 1)
+        (_, inputs), *_ = data.batches([asked], tokenizer)
+        result = beam_search(model, measure.on_device(inputs, model), num_beams=measure.NUM_BEAMS)[0]
+        tree = hypothesis_tree(result, tokenizer)
+        title = f"{source_text(asked, tokenizer)} (in training: {' and '.join(asked.answers)})"
+        self.print(title, tree.to_text(), sep="\n", markup=False)
+        known = [(q, r) for q, r in found if r.exhaustive and 2 <= len(r) <= 6]
+        uncertain = sorted(known, key=lambda pair: pair[1].probabilities[0])[:UNCERTAIN]
+        rows = [(source_text(q, tokenizer), measure.hypotheses(tokenizer, r)) for q, r in [(asked, result), *uncertain]]
+        if uncertain:
+            self.print(show.hypothesis_table(rows[1:]))
+        listed = {question: dict(answers) for question, answers in rows}
+        return {**dataclasses.asdict(proved), "hypotheses_of": listed}, tree
 
-def run_workflow(settings: Settings, console: Console | None = None) -> dict[str, Any]:
-    """All steps; see :func:`hf_entmax.quickstart.run`."""
-    console = console or Console()
-    clock = _Clock(settings.max_minutes)
-    transformers_logging.disable_progress_bar()
-    set_seed(settings.seed)
-    settings.out_dir.mkdir(parents=True, exist_ok=True)
-    with _threads(settings):
-        return _run(settings, console, clock)
-
-
-def _run(settings: Settings, console: Console, clock: _Clock) -> dict[str, Any]:
-    verbs = read_verbs()
-    known, unknown = split_verbs(verbs, settings.seed)
-    held_out = _sample(questions_about(unknown, known), settings.questions, settings.seed)
-    console.print(
-        f"[bold]1. Data[/]: {len(verbs):,} English verbs; {len(known):,} to learn from, {len(unknown)} held out, "
-        f"{len(held_out):,} questions about those."
-    )
-    console.print(
-        "[bold]2. A softmax model[/]: "
-        + ("a small BART of characters, from scratch." if settings.model is None else settings.model)
-    )
-    if settings.model is None:
-        tokenizer: PreTrainedTokenizerBase = build_tokenizer(verbs)
-        model: PreTrainedModel = small_bart(tokenizer)  # type: ignore[arg-type]
-    else:
-        model, tokenizer = load_pretrained(settings.model)
-    asked = questions_about(known)
-    asked += (IRREGULAR_COPIES - 1) * [question for question in asked if question.groups[0] in ("irregular", "mixed")]
-    data = training_set(asked, tokenizer)
-    steps_done: dict[str, int] = {}
-    common: dict[str, Any] = {"batch_size": settings.batch_size, "console": console}
-    if settings.model is None:
-        optimizer = AdamW(model.parameters(), lr=BASE_LR, betas=BETAS, weight_decay=0.0)
-        base_dir = settings.out_dir / "base"
-        steps_done["softmax"] = train(
-            model, tokenizer, data, optimizer, title="training with softmax", out_dir=base_dir, steps=settings.base_steps,
-            max_seconds=clock.until(BASE_UNTIL), seed=settings.seed, **common,
-        )  # fmt: skip
-        model.save_pretrained(base_dir)
-        tokenizer.save_pretrained(base_dir)
-    clock.lap("softmax model")
-    before = accuracy(answers(model, tokenizer, held_out, console, "answering held-out questions"))
-    analysed = labelled_batches(_sample(held_out, ANALYSED, settings.seed), tokenizer)
-    shown = labelled_batches(_shown(held_out), tokenizer)
-    softmax_statistics = _statistics(model, tokenizer, analysed, shown, before, "softmax")
-    clock.lap("measuring it")
-
-    console.print("[bold]3. Patch[/]: model = hf_entmax.patch_model(model)")
-    model = hf_entmax.patch_model(model, alpha_init=ALPHA_INIT, output_alpha=settings.output_alpha)
-
-    console.print("[bold]4. Fine-tune[/] with the Seq2SeqTrainer")
-    lr = FINE_TUNE_LR if settings.model is None else PRETRAINED_LR
-    model_dir = settings.out_dir / "model"
-    callback = AlphaLoggingCallback(labelled_batches(held_out[:16], tokenizer)[0])
-    steps_done["entmax"] = train(
-        model, tokenizer, data, AdamW(alpha_parameter_groups(model, lr=lr, alpha_lr=ALPHA_LR), betas=BETAS), title="training with entmax",
-        out_dir=model_dir, steps=settings.steps, max_seconds=clock.until(FINE_TUNE_UNTIL), seed=settings.seed + 1,
-        callbacks=[callback], **common,
-    )  # fmt: skip
-    clock.lap("fine-tuning")
-
-    console.print("[bold]5. Save[/]: model.save_pretrained(directory)")
-    model.save_pretrained(model_dir)
-    tokenizer.save_pretrained(model_dir)
-    difference = check_reload(model, model_dir, labelled_batches(held_out[:32], tokenizer)[0])
-    console.print(f"[bold]6. Reload[/] in a fresh process: the largest difference of a logit is {difference:.2g}.")
-    clock.lap("saving and reloading")
-
-    console.print("[bold]7. What became of it[/]")
-    after = accuracy(answers(model, tokenizer, held_out, console, "answering held-out questions"))
-    statistics = _statistics(model, tokenizer, analysed, shown, after, "entmax")
-    console.print(tables.accuracy_table({"softmax": before, "entmax, fine-tuned": after}))
-    console.print(tables.site_table(softmax_statistics, statistics))
-    results: dict[str, Any] = {
-        "settings": {**dataclasses.asdict(settings), "out_dir": str(settings.out_dir)},
-        "steps_done": steps_done,
-        "versions": {"hf_entmax": hf_entmax.__version__, "torch": torch.__version__},
-        "verbs": {"train": len(known), "held_out": len(unknown), "questions": len(held_out)},
-        "accuracy": {
-            name: {group: {**dataclasses.asdict(score), "share": score.share} for group, score in scores.items()}
-            for name, scores in (("before", before), ("after", after))
-        },
-        "density": {site: values.tolist() for site, values in statistics.density.items()},
-        "head_diversity_nats": {
-            name: {site: values.tolist() for site, values in s.head_diversity_nats.items()}
-            for name, s in (("before", softmax_statistics), ("after", statistics))
-        },
-        "alpha": {site: values.tolist() for site, values in hf_entmax.alphas(model).items()},
-        "reload": {"largest_difference_of_a_logit": difference},
-    }
-    clock.lap("measuring")
-    tree = None
-    if settings.output_alpha is not None:
-        results["output"], tree = _search(model, tokenizer, held_out, settings, console)
-        clock.lap("searching")
-    results["files"] = [
-        str(path)
-        for path in _write_figures(
-            settings, model, tokenizer, (softmax_statistics, statistics), held_out, tree, console
-        )
-    ]
-    clock.lap("figures and report")
-    results["seconds"] = {**clock.seconds, "total": clock.total}
-    target = settings.out_dir / "results.json"
-    target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    planned = {"softmax": settings.base_steps, "entmax": settings.steps}
-    done = ", ".join(f"{steps:,} of {planned[name]:,} steps with {name}" for name, steps in steps_done.items())
-    console.print(f"Done in {clock.total:.0f} s: {done}. Numbers: {target}; model: {model_dir}")
-    return results
-
-
-def _statistics(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    analysed: list[dict[str, Tensor]],
-    shown: list[dict[str, Tensor]],
-    scores: dict[str, Score],
-    name: str,
-) -> AttentionStatistics:
-    groups = ("sparsity", "diversity", "position", "roles")
-    statistics = collect(model, analysed, tokenizer=tokenizer, groups=groups, name=name)
-    statistics.examples = collect_examples(model, shown, tokenizer)
-    statistics.scores = {
-        f"accuracy on {group} verbs": share
-        for group in ("regular", "irregular")
-        if (share := scores[group].share) is not None
-    }
-    return statistics
-
-
-def _search(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: list[Question],
-    settings: Settings,
-    console: Console,
-) -> tuple[dict[str, Any], HypothesisTree]:
-    """Certificates on held-out questions, the tree of the ambiguous verb, and the most uncertain questions."""
-    found = search(model, tokenizer, _sample(held_out, SEARCHED, settings.seed), console)
-    proved = certificates(model, tokenizer, found)
-    console.print(tables.output_table(proved, float(settings.output_alpha or 1.0)))
-    verb = next(v for v in read_verbs() if v.lemma == AMBIGUOUS_VERB)
-    asked = next(q for q in questions_about([verb]) if len(q.answers) > 1)
-    result = beam_search(model, on_device(next(iter(batches([asked], tokenizer)))[1], model), num_beams=NUM_BEAMS)[0]
-    tree = hypothesis_tree(result, tokenizer)
-    console.print(
-        f"{source_text(asked, tokenizer)} (in training: {' and '.join(asked.answers)})",
-        tree.to_text(),
-        sep="\n",
-        markup=False,
-    )
-    known = [(q, r) for q, r in found if r.exhaustive and 2 <= len(r) <= 6]
-    uncertain = sorted(known, key=lambda pair: pair[1].probabilities[0])[:UNCERTAIN]
-    rows = [(source_text(q, tokenizer), hypotheses(tokenizer, r)) for q, r in [(asked, result), *uncertain]]
-    if uncertain:
-        console.print(tables.hypothesis_table(rows[1:]))
-    return {**dataclasses.asdict(proved), "hypotheses_of": {question: dict(listed) for question, listed in rows}}, tree
-
-
-def _write_figures(
-    settings: Settings,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    statistics: tuple[AttentionStatistics, AttentionStatistics],
-    held_out: list[Question],
-    tree: HypothesisTree | None,
-    console: Console,
-) -> list[Path]:
-    example = _example(held_out)
-    batch = {key: tensor.to(model.device) for key, tensor in labelled_batches([example], tokenizer)[0].items()}
-    try:
-        from hf_entmax.quickstart.figures import write_figures
-
-        files = write_figures(
-            settings.out_dir / "figures",
-            model,
-            tokenizer,
-            statistics,
-            settings.out_dir / "model" / "alphas.jsonl",
-            batch,
-            tree,
-        )
-        console.print(f"Figures: {', '.join(file.name for file in files)} in {settings.out_dir / 'figures'}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "matplotlib":
-            raise
-        files = []
-        console.print(f"[yellow]No figures were drawn[/]: {error}. Install them with: pip install 'hf_entmax[figures]'")
-    report = write_report(
-        [statistics[1], statistics[0]],
-        settings.out_dir / "report.html",
-        title="English verbs: entmax and softmax",
-        figures=bool(files),
-    )
-    console.print(f"Report with every head: {report}")
-    return [*files, report]
-
-
-def _example(held_out: list[Question]) -> Question:
-    """The question of the attention maps: one whose answer changes the stem, if one is held out."""
-    doubled = [
-        q for q in held_out if q.slot == "past" and q.groups[0] == "regular" and len(q.answers[0]) == len(q.lemma) + 3
-    ]
-    return max(doubled or held_out, key=lambda q: (len(q.lemma), q.lemma))
-
-
-def _shown(held_out: list[Question]) -> list[Question]:
-    """Questions whose attention the report shows whole, of the softmax model and of the patched one."""
-    first = _example(held_out)
-    return [first, *[question for question in held_out if question is not first][:SHOWN]]
-
-
-def _sample(asked: list[Question], most: int | None, seed: int) -> list[Question]:
-    if most is None or len(asked) <= most:
-        return list(asked)
-    return random.Random(seed).sample(asked, most)
+    def draw(self, before: AttentionStatistics, after: AttentionStatistics, tree: HypothesisTree | None) -> list[Path]:
+        """The figures, where matplotlib is installed, and the report."""
+        batch: dict[str, Tensor] = measure.on_device(labelled_batches([self.example], self.tokenizer)[0], self.model)
+        maps = collect_examples(self.model, [batch], self.tokenizer, limit=1)[0].sites["cross"]
+        folder, log, files = self.out / "figures", self.out / "model" / "alphas.jsonl", []
+        try:
+            files = show.write_figures(folder, before, after, log, maps, tree)
+            self.print(f"Figures: {', '.join(file.name for file in files)} in {folder}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "matplotlib":
+                raise
+            self.print(
+                f"[yellow]No figures were drawn[/]: {error}. Install them with: pip install 'hf_entmax[figures]'"
+            )
+        title, path = "English verbs: entmax and softmax", self.out / "report.html"
+        report = write_report([after, before], path, title=title, figures=bool(files))
+        self.print(f"Report with every head: {report}")
+        return [*files, report]
 
 
 @contextlib.contextmanager
-def _threads(settings: Settings) -> Iterator[None]:
-    """One thread for the small model.
+def _threads(count: int) -> Iterator[None]:
+    """So many threads; one for the small model.
 
     Its operations are too short to be shared, and threads that wait for each other make it many times slower wherever
     something else runs.
     """
     previous = torch.get_num_threads()
-    if settings.model is None:
-        torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_entmax.quickstart import data
-from hf_entmax.quickstart.evaluate import accuracy
+from hf_entmax.quickstart.measure import accuracy
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
 from hf_entmax.quickstart import data, run
-from hf_entmax.quickstart.base import small_bart
-from hf_entmax.quickstart.reload import check_reload
-from hf_entmax.quickstart.stages import learning_rate, train
+from hf_entmax.quickstart.models import check_reload, learning_rate, small_bart, train
 
 
 @pytest.fixture(scope="module")
