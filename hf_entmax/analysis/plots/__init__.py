@@ -3,10 +3,14 @@
 matplotlib is imported when a figure is drawn: ``pip install hf_entmax[figures]``.
 """
 
-from hf_entmax.analysis.plots.alphas import alpha_against_density, alpha_histograms, alpha_trajectories
-from hf_entmax.analysis.plots.curves import entmax_curves
+from hf_entmax.analysis.plots.alphas import (
+    alpha_against_density,
+    alpha_histograms,
+    alpha_per_head,
+    alpha_trajectories,
+    entmax_curves,
+)
 from hf_entmax.analysis.plots.densities import density_by_site, density_histograms, head_diversity, sorted_density
-from hf_entmax.analysis.plots.grids import alpha_per_head
 from hf_entmax.analysis.plots.heads import (
     attention_map,
     attention_maps,

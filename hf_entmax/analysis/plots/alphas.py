@@ -1,10 +1,10 @@
-"""Figures of alpha: histograms, trajectories, alpha against density."""
+"""Figures of alpha: grids, histograms, trajectories, alpha against density, and the mapping itself."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +17,46 @@ from hf_entmax.analysis.plots.style import (
     SITE_COLOURS,
     all_sites,
     finite,
-    hide_unused,
+    head_grid,
     house_style,
+    layer_colours,
     new_figure,
+    one_axis,
+    panels,
     per_site,
     site_title,
 )
 from hf_entmax.analysis.reading.trajectory import Trajectory, read_trajectory
+from hf_entmax.ops import entmax
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
+def alpha_per_head(alphas: Any) -> Figure:
+    """The alpha of every head.
+
+    Args:
+        alphas: ``{site: [layers, heads]}`` as :func:`hf_entmax.alphas` returns, or ``AttentionStatistics``.
+
+    Returns:
+        A Figure; colours go from 1 to 2, further where values lie outside.
+
+    Raises:
+        TypeError: alphas of a wrong type.
+        ValueError: no alphas (a softmax model).
+    """
+    values = per_site(alphas, "alphas")
+    return head_grid(values, "α", _alpha_limits(values), "cividis")
+
+
+def _alpha_limits(values: Mapping[str, Tensor]) -> tuple[float, float]:
+    everything = [number for tensor in values.values() for number in finite(tensor)]
+    return min([1.0, *everything]), max([2.0, *everything])
+
+
+@house_style()
 def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | None = None) -> Figure:
     """Histogram of the learned alphas of every site.
 
@@ -47,20 +74,18 @@ def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | 
     Reference:
         Correia, Niculae, Martins 2019, figure 3.
     """
-    values = {site: finite(tensor.detach()) for site, tensor in per_site(alphas, "alphas").items()}
-    everything = [value for numbers in values.values() for value in numbers]
-    low, high = limits or (min([1.0, *everything]), max([2.0, *everything]))
-    with house_style():
-        figure, axes = new_figure(len(values), sharey=True)
-        for axis, site in zip(axes[0], all_sites({"": values}), strict=True):
-            axis.hist(
-                values[site], bins=bins, range=(low, high), color=SITE_COLOURS.get(site, PALETTE[3]), edgecolor="white"
-            )
-            axis.set(title=site_title(site), xlabel="α (1 = softmax, 2 = sparsemax)", xlim=(low, high))
-        axes[0][0].set_ylabel("number of heads")
-        return figure
+    values = per_site(alphas, "alphas")
+    limits = limits or _alpha_limits(values)
+    figure, axes = new_figure(len(values), sharey=True)
+    for axis, (site, tensor) in zip(axes[0], values.items(), strict=True):
+        colour = SITE_COLOURS.get(site, PALETTE[3])
+        axis.hist(finite(tensor), bins=bins, range=limits, color=colour, edgecolor="white")
+        axis.set(title=site_title(site), xlabel="α (1 = softmax, 2 = sparsemax)", xlim=limits)
+    axes[0][0].set_ylabel("number of heads")
+    return figure
 
 
+@house_style()
 def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, Any], site: str | None = None) -> Figure:
     """Alpha of every head over the training steps.
 
@@ -83,42 +108,31 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
         raise ValueError("the log holds no alpha: was the model patched with alpha='learned'?")
     if site is not None and site not in trajectory.alpha:
         raise ValueError(f"the log holds no alpha of {site!r}; it has {', '.join(trajectory.alpha)}.")
-    panels: list[tuple[str, Tensor]] = []
     if site is None:
-        panels = [(site_title(name), trajectory.alpha[name]) for name in all_sites({"": trajectory.alpha})]
+        lines = {site_title(name): trajectory.alpha[name] for name in all_sites({"": trajectory.alpha})}
     else:
         values = trajectory.alpha[site]
-        panels = [
-            (f"{site_title(site)}, layer {layer}", values[:, layer : layer + 1]) for layer in range(values.shape[1])
-        ]
-    with house_style():
-        import matplotlib
-
-        figure, axes = new_figure(min(len(panels), 3), -(-len(panels) // 3), sharey=True, width=3.4)
-        flat = [axis for row in axes for axis in row]
-        for axis, (title, values) in zip(flat, panels, strict=False):
-            layers = values.shape[1]
-            colours = matplotlib.colormaps["viridis"](torch.linspace(0, 0.85, max(layers, 1)).numpy())
-            for layer in range(layers):
-                lines = axis.plot(
-                    trajectory.steps, values[:, layer].numpy(), color=colours[layer], linewidth=1.0, alpha=0.85
-                )
-                for head, line in enumerate(lines):
-                    line.set_linestyle(LINE_STYLES[head % len(LINE_STYLES)])
-                if layers > 1:
-                    lines[0].set_label(f"layer {layer}")
-            axis.set(title=title, xlabel="training step")
-        for axis, (_, values) in zip(flat, panels, strict=False):  # when all lines have set the common limits
-            pairs = [(layer, head) for layer in range(values.shape[1]) for head in range(values.shape[2])]
-            names = [f"{layer}.{head}" if site is None else f"head {head}" for layer, head in pairs]
-            _label_ends(axis, float(trajectory.steps[-1]), values[-1].flatten().tolist(), names)
-        for row in axes:
-            row[0].set_ylabel("α of each head")
-        hide_unused(axes, len(panels))
-        handles, labels = flat[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside right center")
-        return figure
+        lines = {f"{site_title(site)}, layer {i}": values[:, i : i + 1] for i in range(values.shape[1])}
+    figure, axes = panels(len(lines), 3, sharey=True, width=3.4)
+    for axis, (title, values) in zip(axes, lines.items(), strict=True):
+        layers = values.shape[1]
+        for layer, colour in enumerate(layer_colours(layers)):
+            heads = axis.plot(trajectory.steps, values[:, layer].numpy(), color=colour, linewidth=1.0, alpha=0.85)
+            for head, line in enumerate(heads):
+                line.set_linestyle(LINE_STYLES[head % len(LINE_STYLES)])
+            if layers > 1:
+                heads[0].set_label(f"layer {layer}")
+        axis.set(title=title, xlabel="training step")
+    for axis, values in zip(axes, lines.values(), strict=True):  # when all lines have set the common limits
+        pairs = [(layer, head) for layer in range(values.shape[1]) for head in range(values.shape[2])]
+        names = [f"{layer}.{head}" if site is None else f"head {head}" for layer, head in pairs]
+        _label_ends(axis, float(trajectory.steps[-1]), values[-1].flatten().tolist(), names)
+    for axis in axes[::3]:
+        axis.set_ylabel("α of each head")
+    handles, labels = axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right center")
+    return figure
 
 
 def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], most: int = 20) -> None:
@@ -133,6 +147,7 @@ def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], mo
         axis.annotate(name, (step, place), (3, 0), textcoords="offset points", fontsize=6.5, va="center")
 
 
+@house_style()
 def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
     """Density of every head against its alpha.
 
@@ -151,24 +166,50 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
     """
     alpha = per_site(alphas, "alphas")
     density = per_site(alphas if densities is None else densities, "density")
-    shared = [site for site in all_sites({"": alpha}) if site in density]
+    shared = [site for site in alpha if site in density]
     if not shared:
         raise ValueError("alphas and densities have no site in common.")
-    with house_style():
-        figure, axes = new_figure(width=4.2, height=3.2)
-        axis = axes[0][0]
-        for place, site in enumerate(shared):
-            axis.scatter(
-                alpha[site].flatten().numpy(),
-                100 * density[site].flatten().numpy(),
-                s=26,
-                marker=MARKERS[place % len(MARKERS)],
-                color=SITE_COLOURS.get(site, PALETTE[place]),
-                edgecolor="white",
-                linewidth=0.5,
-                label=site_title(site),
-            )
-        axis.set(title="Alpha and density of every head", xlabel="α", ylabel="nonzero weights (%)")
-        axis.set_ylim(bottom=0)
-        axis.legend()
-        return figure
+    figure, axis = one_axis(4.2, 3.2)
+    for place, site in enumerate(shared):
+        look = {"marker": MARKERS[place % len(MARKERS)], "color": SITE_COLOURS.get(site, PALETTE[place])}
+        points = alpha[site].flatten().numpy(), 100 * density[site].flatten().numpy()
+        axis.scatter(*points, s=26, **look, edgecolor="white", linewidth=0.5, label=site_title(site))
+    axis.set(title="Alpha and density of every head", xlabel="α", ylabel="nonzero weights (%)")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    return figure
+
+
+@house_style()
+def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: float = 3.0) -> Figure:
+    """First coordinate of entmax([t, 0]) for several alphas: where it leaves the interior it is exactly 0 or 1.
+
+    Args:
+        alphas: each at least 1.
+        limit: t runs from ``-limit`` to ``limit``.
+
+    Returns:
+        A Figure.
+
+    Raises:
+        ValueError: no alpha, or a limit that is not positive.
+
+    Reference:
+        Peters, Niculae, Martins 2019, figure 3.
+    """
+    if not alphas or limit <= 0:
+        raise ValueError(
+            f"entmax_curves needs at least one alpha and a positive limit, got {list(alphas)} and {limit}."
+        )
+    t = torch.linspace(-limit, limit, 601, dtype=torch.float64)
+    scores = torch.stack([t, torch.zeros_like(t)], dim=-1)
+    names = {1.0: "softmax", 2.0: "sparsemax"}
+    figure, axis = one_axis(4.4, 3.0)
+    for place, alpha in enumerate(map(float, alphas)):
+        name = f"α = {alpha:g}" + (f" ({names[alpha]})" if alpha in names else "")
+        colour, style = PALETTE[place % len(PALETTE)], LINE_STYLES[place % len(LINE_STYLES)]
+        axis.plot(t.numpy(), entmax(scores, alpha)[:, 0].numpy(), color=colour, linestyle=style, label=name)
+    axis.set(title="α-entmax of two scores", xlabel="difference of scores t", ylabel="α-entmax([t, 0])₁")
+    axis.set_xlim(-limit, limit)
+    axis.legend()
+    return figure

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_entmax.analysis.plots.style import (
     HATCHES,
-    LINE_STYLES,
+    INK,
     MARKERS,
     PALETTE,
     SITE_COLOURS,
     all_sites,
     finite,
     house_style,
+    layer_colours,
+    line_look,
     named_models,
     new_figure,
+    one_axis,
     per_site,
     site_title,
     whole_numbers,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@house_style()
 def density_histograms(models: Any, bins: int = 20) -> Figure:
     """Histogram of the densities of the heads of every site, one row of panels per model.
 
@@ -44,41 +46,34 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
     """
     named = named_models(models, "density")
     sites = all_sites(named)
-    with house_style():
-        figure, axes = new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
-        for row, (name, densities) in zip(axes, named.items(), strict=True):
-            for place, (axis, site) in enumerate(zip(row, sites, strict=True)):
-                if site not in densities:
-                    axis.set_visible(False)
-                    continue
-                values = [100 * value for value in finite(densities[site])]
-                axis.hist(
-                    values, bins=bins, range=(0, 100), color=SITE_COLOURS.get(site, PALETTE[place]), edgecolor="white"
-                )
-                if values:
-                    mean = sum(values) / len(values)
-                    axis.axvline(mean, color="#1b1f24", linewidth=1, linestyle="--")
-                    near = mean > 60
-                    axis.annotate(
-                        f"mean {mean:.0f} %",
-                        (mean, 0.94),
-                        xycoords=("data", "axes fraction"),
-                        xytext=(-4 if near else 4, 0),
-                        textcoords="offset points",
-                        ha="right" if near else "left",
-                        va="top",
-                        fontsize=8,
-                    )
-                axis.margins(y=0.18)
-                whole_numbers(axis.yaxis)
-                if row is axes[0]:
-                    axis.set_title(site_title(site))
-            row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
-        for axis in axes[-1]:
-            axis.set_xlabel("nonzero weights (%)")
-        return figure
+    figure, axes = new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
+    for row, (name, densities) in zip(axes, named.items(), strict=True):
+        for place, (axis, site) in enumerate(zip(row, sites, strict=True)):
+            if site not in densities:
+                axis.set_visible(False)
+                continue
+            values = [100 * value for value in finite(densities[site])]
+            colour = SITE_COLOURS.get(site, PALETTE[place])
+            axis.hist(values, bins=bins, range=(0, 100), color=colour, edgecolor="white")
+            if values:
+                mean = sum(values) / len(values)
+                axis.axvline(mean, color=INK, linewidth=1, linestyle="--")
+                shift, side = (-4, "right") if mean > 60 else (4, "left")
+                axis.annotate(
+                    f"mean {mean:.0f} %", (mean, 0.94), (shift, 0), ("data", "axes fraction"), "offset points",
+                    ha=side, va="top", fontsize=8,
+                )  # fmt: skip
+            axis.margins(y=0.18)
+            whole_numbers(axis.yaxis)
+            if row is axes[0]:
+                axis.set_title(site_title(site))
+        row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
+    for axis in axes[-1]:
+        axis.set_xlabel("nonzero weights (%)")
+    return figure
 
 
+@house_style()
 def sorted_density(densities: Any) -> Figure:
     """Densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
 
@@ -95,34 +90,21 @@ def sorted_density(densities: Any) -> Figure:
         Correia, Niculae, Martins 2019, figure 5.
     """
     values = per_site(densities, "density")
-    sites = all_sites({"": values})
-    with house_style():
-        import matplotlib
-
-        figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
-        for axis, site in zip(axes[0], sites, strict=True):
-            layers = values[site].shape[0]
-            colours = matplotlib.colormaps["viridis"](torch.linspace(0, 0.85, max(layers, 1)).numpy())
-            for layer in range(layers):
-                ordered = sorted(100 * value for value in finite(values[site][layer]))
-                axis.plot(
-                    range(1, len(ordered) + 1),
-                    ordered,
-                    color=colours[layer],
-                    marker=MARKERS[layer % len(MARKERS)],
-                    markersize=4,
-                    linewidth=1.2,
-                    label=f"layer {layer}",
-                )
-            axis.set(title=site_title(site), xlabel="heads of a layer, sparsest first")
-            whole_numbers(axis.xaxis)
-            axis.set_ylim(0, 103)
-        axes[0][0].set_ylabel("nonzero weights (%)")
-        deepest = max(axes[0], key=lambda axis: len(axis.lines))
-        figure.legend(*deepest.get_legend_handles_labels(), loc="outside right center")
-        return figure
+    figure, axes = new_figure(len(values), sharey=True, width=3.4, height=2.9)
+    for axis, (site, layers) in zip(axes[0], values.items(), strict=True):
+        for layer, (row, colour) in enumerate(zip(layers, layer_colours(len(layers)), strict=False)):
+            ordered = sorted(100 * value for value in finite(row))
+            look = {"color": colour, "marker": MARKERS[layer % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
+            axis.plot(range(1, len(ordered) + 1), ordered, **look, label=f"layer {layer}")
+        axis.set(title=site_title(site), xlabel="heads of a layer, sparsest first", ylim=(0, 103))
+        whole_numbers(axis.xaxis)
+    axes[0][0].set_ylabel("nonzero weights (%)")
+    deepest = max(axes[0], key=lambda axis: len(axis.lines))
+    figure.legend(*deepest.get_legend_handles_labels(), loc="outside right center")
+    return figure
 
 
+@house_style()
 def head_diversity(models: Any) -> Figure:
     """Divergence between the heads of each layer, for one or several models.
 
@@ -140,34 +122,22 @@ def head_diversity(models: Any) -> Figure:
     """
     named = named_models(models, "head_diversity")
     sites = all_sites(named)
-    with house_style():
-        figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
-        for axis, site in zip(axes[0], sites, strict=True):
-            for place, (name, values) in enumerate(named.items()):
-                if site not in values:
-                    continue
-                axis.plot(
-                    range(len(values[site])),
-                    values[site].numpy(),
-                    color=PALETTE[place % len(PALETTE)],
-                    linestyle=LINE_STYLES[place % len(LINE_STYLES)],
-                    marker=MARKERS[place % len(MARKERS)],
-                    markersize=5,
-                    label=name or None,
-                )
-            axis.set(title=site_title(site), xlabel="layer")
-            whole_numbers(axis.xaxis)
-        highest = max(
-            (value for values in named.values() for per_layer in values.values() for value in finite(per_layer)),
-            default=1.0,
-        )
-        axes[0][0].set_ylim(0, max(1.08 * highest, 0.05))
-        if len(named) > 1:
-            axes[0][-1].legend(loc="best")
-        axes[0][0].set_ylabel("Jensen–Shannon divergence of heads\n(units of log number of heads)")
-        return figure
+    figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
+    for axis, site in zip(axes[0], sites, strict=True):
+        for place, (name, values) in enumerate(named.items()):
+            if site in values:
+                axis.plot(range(len(values[site])), values[site].numpy(), **line_look(place), label=name or None)
+        axis.set(title=site_title(site), xlabel="layer")
+        whole_numbers(axis.xaxis)
+    everything = [value for values in named.values() for per_layer in values.values() for value in finite(per_layer)]
+    axes[0][0].set_ylim(0, max(1.08 * max(everything, default=1.0), 0.05))
+    if len(named) > 1:
+        axes[0][-1].legend(loc="best")
+    axes[0][0].set_ylabel("Jensen–Shannon divergence of heads\n(units of log number of heads)")
+    return figure
 
 
+@house_style()
 def density_by_site(models: Any) -> Figure:
     """Mean density of every site, models side by side.
 
@@ -183,27 +153,17 @@ def density_by_site(models: Any) -> Figure:
     named = named_models(models, "density")
     sites = all_sites(named)
     width = 0.8 / len(named)
-    with house_style():
-        # A bar must be as wide as the number above it.
-        figure, axes = new_figure(width=1.6 + max(1.5, 0.32 * len(named)) * len(sites), height=2.8)
-        axis = axes[0][0]
-        for place, (name, values) in enumerate(named.items()):
-            heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
-            positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
-            bars = axis.bar(
-                positions,
-                heights,
-                width * 0.92,
-                color=PALETTE[place % len(PALETTE)],
-                hatch=HATCHES[place % 4],
-                edgecolor="white",
-                label=name,
-            )
-            axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
-        axis.set_xticks(range(len(sites)), [site_title(site).replace(" ", "\n", 1) for site in sites])
-        axis.set_ylabel("nonzero weights (%)")
-        axis.set_ylim(0, 112)
-        axis.grid(visible=False, axis="x")
-        if len(named) > 1:
-            figure.legend(loc="outside upper left", ncols=min(len(named), 5))
-        return figure
+    # A bar must be as wide as the number above it.
+    figure, axis = one_axis(1.6 + max(1.5, 0.32 * len(named)) * len(sites), 2.8)
+    for place, (name, values) in enumerate(named.items()):
+        heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
+        positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
+        look = {"color": PALETTE[place % len(PALETTE)], "hatch": HATCHES[place % 4], "edgecolor": "white"}
+        bars = axis.bar(positions, heights, width * 0.92, **look, label=name)
+        axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+    axis.set_xticks(range(len(sites)), [site_title(site).replace(" ", "\n", 1) for site in sites])
+    axis.set(ylabel="nonzero weights (%)", ylim=(0, 112))
+    axis.grid(visible=False, axis="x")
+    if len(named) > 1:
+        figure.legend(loc="outside upper left", ncols=min(len(named), 5))
+    return figure

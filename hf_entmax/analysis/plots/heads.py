@@ -11,15 +11,17 @@ from torch import Tensor
 
 from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES
-from hf_entmax.analysis.plots.grids import head_grid
 from hf_entmax.analysis.plots.style import (
     LINE_STYLES,
     MARKERS,
     PALETTE,
-    grid_shape,
-    hide_unused,
+    colour_bar,
+    head_grid,
     house_style,
+    line_look,
     new_figure,
+    one_axis,
+    panels,
     per_site,
     plain,
     site_title,
@@ -60,6 +62,7 @@ def attention_map(
     return attention_maps([(title or "", weights, query_tokens, key_tokens)])
 
 
+@house_style()
 def attention_maps(
     maps: Sequence[tuple[str, Tensor, Sequence[str] | None, Sequence[str] | None]], columns: int = 3
 ) -> Figure:
@@ -78,19 +81,13 @@ def attention_maps(
     if not maps:
         raise ValueError("there is no attention map to draw.")
     checked = [_check_map(*entry) for entry in maps]
-    across, down = grid_shape(len(checked), columns)
     longest = max(max(weights.shape) for _, weights, _, _ in checked)
     side = min(max(0.19 * longest + 1.3, 2.6), 9.0)
-    with house_style():
-        figure, axes = new_figure(across, down, width=side, height=side)
-        flat = [axis for row in axes for axis in row]
-        for axis, (title, weights, rows, keys) in zip(flat, checked, strict=False):
-            _draw_map(axis, title, weights, rows, keys)
-        hide_unused(axes, len(checked))
-        bar = figure.colorbar(flat[0].images[0], ax=flat[: len(checked)], shrink=0.6, fraction=0.03, pad=0.01)
-        bar.set_label("attention weight")
-        bar.outline.set_visible(False)
-        return figure
+    figure, axes = panels(len(checked), columns, width=side, height=side)
+    for axis, entry in zip(axes, checked, strict=True):
+        _draw_map(axis, *entry)
+    colour_bar(figure, axes[0].images[0], axes, "attention weight", shrink=0.6, fraction=0.03, pad=0.01)
+    return figure
 
 
 def _check_map(
@@ -106,12 +103,8 @@ def _check_map(
     for what, labels, size in (("query_tokens", rows, weights.shape[0]), ("key_tokens", keys, weights.shape[1])):
         if labels is not None and len(labels) != size:
             raise ValueError(f"{what} has {len(labels)} labels for {size} tokens.")
-    return (
-        title,
-        weights,
-        None if rows is None else list(map(str, rows)),
-        None if keys is None else list(map(str, keys)),
-    )
+    names = [None if labels is None else list(map(str, labels)) for labels in (rows, keys)]
+    return title, weights, names[0], names[1]
 
 
 def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, keys: list[str] | None) -> None:
@@ -136,14 +129,13 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.grid(visible=False)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    axis.set_xlabel("key")
-    axis.set_ylabel("query")
+    axis.spines[:].set_visible(False)
+    axis.set(xlabel="key", ylabel="query")
     if title:
         axis.set_title(title, pad=8)
 
 
+@house_style()
 def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None = None, max_lines: int = 7) -> Figure:
     """Where heads look, by distance between key and query.
 
@@ -167,27 +159,18 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
         raise ValueError("there is no distance profile to draw.")
     distance = (len(lines[0][1]) - 3) // 2
     positions = list(range(-distance - 1, distance + 2))
-    with house_style():
-        figure, axes = new_figure(width=6.4, height=3.0)
-        axis = axes[0][0]
-        for place, (name, values) in enumerate(lines):
-            axis.plot(
-                positions,
-                100 * values.numpy(),
-                color=PALETTE[place % len(PALETTE)],
-                linestyle=LINE_STYLES[(place // len(PALETTE)) % len(LINE_STYLES)],
-                marker=MARKERS[place % len(MARKERS)],
-                markersize=4,
-                label=name,
-            )
-        step = max(distance // 5, 1)
-        inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})
-        names = [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in inner]
-        axis.set_xticks([-distance - 1, *inner, distance + 1], [f"< −{distance}", *names, f"> {distance}"])
-        axis.set(title="Where heads look", xlabel="key position − query position (tokens)", ylabel="attention mass (%)")
-        axis.set_ylim(bottom=0)
-        axis.legend()
-        return figure
+    figure, axis = one_axis(6.4, 3.0)
+    for place, (name, values) in enumerate(lines):
+        style = LINE_STYLES[(place // len(PALETTE)) % len(LINE_STYLES)]  # colours first, then lines
+        axis.plot(positions, 100 * values.numpy(), **line_look(place, 4.0) | {"linestyle": style}, label=name)
+    step = max(distance // 5, 1)
+    inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})
+    names = [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in inner]
+    axis.set_xticks([-distance - 1, *inner, distance + 1], [f"< −{distance}", *names, f"> {distance}"])
+    axis.set(title="Where heads look", xlabel="key position − query position (tokens)", ylabel="attention mass (%)")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    return figure
 
 
 def _profile_lines(
@@ -209,6 +192,7 @@ def _profile_lines(
     ]
 
 
+@house_style()
 def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     """Grid of all heads, each with the role that explains it best.
 
@@ -219,56 +203,36 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     Returns:
         A Figure, one panel per site; rows are layers, columns are heads.
     """
+    from matplotlib.patches import Patch, Rectangle
+
     grids = {site: value.best_roles(min_strength) for site, value in statistics.sites.items()}
     found = dict.fromkeys(role.role for grid in grids.values() for row in grid for role in row if role)
     order = [name for name in ROLE_NAMES if name in found]
-    with house_style():
-        from matplotlib.patches import Patch, Rectangle
-
-        widest = max(len(row) for grid in grids.values() for row in grid)
-        tallest = max(len(grid) for grid in grids.values())
-        figure, axes = new_figure(len(grids), width=0.3 * widest + 1.1, height=max(0.3 * tallest + 1.4, 2.2))
-        for axis, (site, grid) in zip(axes[0], grids.items(), strict=True):
-            for layer, row in enumerate(grid):
-                for head, role in enumerate(row):
-                    colour = PALETTE[order.index(role.role) % len(PALETTE)] if role else "#d9dde1"
-                    hatch = HATCHES_BY_TURN[(order.index(role.role) // len(PALETTE)) % 3] if role else ""
-                    shade = 0.35 + 0.65 * role.strength if role else 1.0
-                    axis.add_patch(
-                        Rectangle(
-                            (head - 0.44, layer - 0.44),
-                            0.88,
-                            0.88,
-                            facecolor=colour,
-                            alpha=shade,
-                            hatch=hatch,
-                            linewidth=0,
-                        )
-                    )
-            axis.set(
-                title=site_title(site),
-                xlabel="head",
-                ylabel="layer",
-                xlim=(-0.6, len(grid[0]) - 0.4),
-                ylim=(len(grid) - 0.4, -0.6),
-                aspect="equal",
-            )
-            axis.set_xticks(range(len(grid[0])))
-            axis.set_yticks(range(len(grid)))
-            axis.grid(visible=False)
-        patches = [
-            Patch(
-                facecolor=PALETTE[place % len(PALETTE)],
-                hatch=HATCHES_BY_TURN[(place // len(PALETTE)) % 3],
-                label=ROLE_NAMES[name],
-            )
-            for place, name in enumerate(order)
-        ]
-        patches.append(Patch(facecolor="#d9dde1", label="no single role"))
-        figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4))
-        return figure
+    looks: dict[str | None, dict[str, Any]] = {
+        name: {"facecolor": PALETTE[place % len(PALETTE)], "hatch": HATCHES_BY_TURN[(place // len(PALETTE)) % 3]}
+        for place, name in enumerate(order)
+    }
+    looks[None] = {"facecolor": "#d9dde1"}
+    widest = max(len(row) for grid in grids.values() for row in grid)
+    tallest = max(len(grid) for grid in grids.values())
+    figure, axes = new_figure(len(grids), width=0.3 * widest + 1.1, height=max(0.3 * tallest + 1.4, 2.2))
+    for axis, (site, grid) in zip(axes[0], grids.items(), strict=True):
+        for layer, row in enumerate(grid):
+            for head, role in enumerate(row):
+                shade = 0.35 + 0.65 * role.strength if role else 1.0
+                look = looks[role.role if role else None] | {"alpha": shade, "linewidth": 0}
+                axis.add_patch(Rectangle((head - 0.44, layer - 0.44), 0.88, 0.88, **look))
+        axis.set(title=site_title(site), xlabel="head", ylabel="layer", aspect="equal")
+        axis.set(xlim=(-0.6, len(grid[0]) - 0.4), ylim=(len(grid) - 0.4, -0.6))
+        axis.set_xticks(range(len(grid[0])))
+        axis.set_yticks(range(len(grid)))
+        axis.grid(visible=False)
+    patches = [Patch(**look, label=ROLE_NAMES[name] if name else "no single role") for name, look in looks.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4))
+    return figure
 
 
+@house_style()
 def positional_heads(statistics: Any) -> Figure:
     """Confidence of the positional heads at the offsets -1, 0 and +1, with medians.
 
@@ -282,47 +246,33 @@ def positional_heads(statistics: Any) -> Figure:
         Correia, Niculae, Martins 2019, figure 7.
     """
     models = list(statistics) if isinstance(statistics, Sequence) else [statistics]
-    offsets = (-1, 0, 1)
-    with house_style():
-        # Beside every bar stands its median; beside the axes, the legend.
-        figure, axes = new_figure(width=max(5.2, 1.8 + 2.1 * len(models)), height=3.0)
-        axis, half = axes[0][0], min(0.14, 0.22 / len(models))
-        for place, model in enumerate(models):
-            for spot, offset in enumerate(offsets):
-                values: list[float] = []
-                for site, value in model.sites.items():
-                    if site != "cross":
-                        values += positional_census(
-                            value.positional_confidence(offset), value.positional_share(offset)
-                        )["confidences"]
-                at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
-                colour = PALETTE[place % len(PALETTE)]
-                label = plain(model.name) if spot == 0 and len(models) > 1 else None
-                spread = (
-                    torch.linspace(-0.4 * half, 0.4 * half, max(len(values), 1)).tolist() if len(values) > 1 else [0.0]
-                )
-                axis.scatter(
-                    [at + shift for shift in spread[: len(values)]],
-                    [100 * v for v in values],
-                    s=24,
-                    color=colour,
-                    marker=MARKERS[place % 7],
-                    alpha=0.8,
-                    label=label,
-                    linewidth=0,
-                )
-                if values:
-                    median = 100 * float(torch.tensor(values).quantile(0.5))
-                    axis.hlines(median, at - half, at + half, color=colour, linewidth=2)
-                    axis.annotate(f"{median:.1f} %", (at + half, median), fontsize=8, va="center")
-                else:
-                    axis.annotate("none", (at, 2), fontsize=7, ha="center", color="#6b7280")
-        axis.set_xticks(range(3), ["previous token\n(−1)", "same token\n(0)", "next token\n(+1)"])
-        axis.set(title="Positional heads", ylabel="mean weight at that offset (%)", xlim=(-0.5, 2.6), ylim=(0, 103))
-        axis.grid(visible=False, axis="x")
-        if len(models) > 1:
-            figure.legend(loc="outside right upper")
-        return figure
+    # Beside every bar stands its median; beside the axes, the legend.
+    figure, axis = one_axis(max(5.2, 1.8 + 2.1 * len(models)), 3.0)
+    half = min(0.14, 0.22 / len(models))
+    for place, model in enumerate(models):
+        colour = PALETTE[place % len(PALETTE)]
+        for spot, offset in enumerate((-1, 0, 1)):
+            own = [site for name, site in model.sites.items() if name != "cross"]
+            pairs = [(site.positional_confidence(offset), site.positional_share(offset)) for site in own]
+            values = [100 * value for pair in pairs for value in positional_census(*pair)["confidences"]]
+            at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
+            label = plain(model.name) if spot == 0 and len(models) > 1 else None
+            spread = torch.linspace(-0.4 * half, 0.4 * half, len(values)).tolist() if len(values) > 1 else [0.0]
+            points = [at + shift for shift in spread[: len(values)]]
+            look = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "alpha": 0.8, "linewidth": 0}
+            axis.scatter(points, values, s=24, **look, label=label)
+            if values:
+                median = float(torch.tensor(values).quantile(0.5))
+                axis.hlines(median, at - half, at + half, color=colour, linewidth=2)
+                axis.annotate(f"{median:.1f} %", (at + half, median), fontsize=8, va="center")
+            else:
+                axis.annotate("none", (at, 2), fontsize=7, ha="center", color="#6b7280")
+    axis.set_xticks(range(3), ["previous token\n(−1)", "same token\n(0)", "next token\n(+1)"])
+    axis.set(title="Positional heads", ylabel="mean weight at that offset (%)", xlim=(-0.5, 2.6), ylim=(0, 103))
+    axis.grid(visible=False, axis="x")
+    if len(models) > 1:
+        figure.legend(loc="outside right upper")
+    return figure
 
 
 def head_importance(importance: Any, label: str = "importance (nats per token)") -> Figure:

@@ -85,6 +85,55 @@ def new_figure(
     return figure, [list(row) for row in axes]
 
 
+def one_axis(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with a single axis, its size in inches."""
+    figure, axes = new_figure(width=width, height=height)
+    return figure, axes[0][0]
+
+
+def line_look(place: int, size: float = 5.0) -> dict[str, Any]:
+    """Colour, line and marker of the line at this place among several; told apart without colour, too."""
+    look = {"color": PALETTE[place % len(PALETTE)], "linestyle": LINE_STYLES[place % len(LINE_STYLES)]}
+    return look | {"marker": MARKERS[place % len(MARKERS)], "markersize": size}
+
+
+def layer_colours(layers: int) -> Any:
+    """One colour per layer, [layers, 4]: from dark to light with the depth."""
+    import matplotlib
+
+    return matplotlib.colormaps["viridis"](torch.linspace(0, 0.85, max(layers, 1)).numpy())
+
+
+def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, **options: Any) -> None:
+    """A colour bar without a frame, beside the axes."""
+    bar = figure.colorbar(image, ax=axes, **options)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+@house_style()
+def head_grid(values: Mapping[str, Tensor], label: str, limits: tuple[float, float], colours: str) -> Figure:
+    """A number per head, by colour, in a grid of layers and heads, a panel per site.
+
+    Args:
+        values: ``{site: [layers, heads]}``; NaN stays white.
+        label: of the colour bar, with unit.
+        limits: of the colours.
+        colours: matplotlib's name of the colour map.
+    """
+    heads = max(value.shape[1] for value in values.values())
+    layers = max(value.shape[0] for value in values.values())
+    figure, axes = new_figure(len(values), width=0.28 * heads + 1.4, height=max(0.28 * layers + 1.2, 2.0))
+    for axis, (site, value) in zip(axes[0], values.items(), strict=True):
+        axis.imshow(value.numpy(), cmap=colours, vmin=limits[0], vmax=limits[1], aspect="equal")
+        axis.set(title=site_title(site), xlabel="head", ylabel="layer")
+        axis.grid(visible=False)
+        whole_numbers(axis.xaxis)
+        whole_numbers(axis.yaxis)
+    colour_bar(figure, axes[0][0].images[0], axes[0], label, shrink=0.8, pad=0.02)
+    return figure
+
+
 def site_title(site: str) -> str:
     """Name of a site for titles, capitalised."""
     name = SITE_NAMES.get(site, site)
@@ -92,14 +141,15 @@ def site_title(site: str) -> str:
 
 
 def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
-    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``."""
+    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``; sites in usual order."""
     if not isinstance(values, Mapping):
         if not hasattr(values, attribute):
             raise TypeError(f"expected {{site: tensor}} or AttentionStatistics, got {type(values).__name__}.")
         values = getattr(values, attribute)
     if not values:
         raise ValueError(f"there is no {attribute} to draw: no site has any.")
-    return {site: torch.as_tensor(value, dtype=torch.float64) for site, value in values.items()}
+    tensors = {site: torch.as_tensor(value, dtype=torch.float64).detach().cpu() for site, value in values.items()}
+    return {site: tensors[site] for site in all_sites({"": tensors})}
 
 
 def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
@@ -141,17 +191,13 @@ def finite(values: Tensor) -> list[float]:
     return flat[~flat.isnan()].tolist()
 
 
-def grid_shape(count: int, most_columns: int = 4) -> tuple[int, int]:
-    """Columns and rows for ``count`` axes."""
-    columns = min(count, most_columns)
-    return max(columns, 1), max(math.ceil(count / max(columns, 1)), 1)
-
-
-def hide_unused(axes: list[list[Axes]], used: int) -> None:
-    """Removes the axes of a grid beyond the first ``used``."""
-    for place, axis in enumerate(axis for row in axes for axis in row):
-        if place >= used:
-            axis.set_visible(False)
+def panels(count: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` axes, at most ``columns`` of them in a row; ``options`` as for :func:`new_figure`."""
+    figure, axes = new_figure(min(count, columns), math.ceil(count / columns), **options)
+    flat = [axis for row in axes for axis in row]
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return figure, flat[:count]
 
 
 def whole_numbers(axis: Axis) -> None:
