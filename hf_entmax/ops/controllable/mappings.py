@@ -384,18 +384,3 @@ def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, ma
     rows = as_rows(scores, dim, mask)
     temperature = option(TEMPERATURE, temperature, scores, dim)
     return TemperedSoftmaxFunction.apply(rows, temperature).movedim(-1, dim)  # type: ignore[union-attr]
-
-
-__all__ = [
-    "softmax",
-    "sparsecone",
-    "sparsegen",
-    "sparsegen_exp",
-    "sparsegen_lin",
-    "sparsegen_log",
-    "sparsegen_sq",
-    "sparsehourglass",
-    "spherical_softmax",
-    "sum_normalization",
-    "sum_normalization_pp",
-]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -116,45 +117,19 @@ class ControllableMapping(nn.Module):
         return f"{self.option_name}={self.option}, dim={self.dim}" if fixed else f"dim={self.dim}"
 
 
-class Sparsegen(ControllableMapping, function=mappings.sparsegen):
-    """Module of `sparsegen`."""
+def _module(function: Callable[..., Tensor], name: str) -> type[ControllableMapping]:
+    body = {"__module__": __name__, "__qualname__": name, "__doc__": f"Module of `{function.__name__}`."}
+    return types.new_class(name, (ControllableMapping,), {"function": function}, lambda space: space.update(body))
 
 
-class SparsegenLin(ControllableMapping, function=mappings.sparsegen_lin):
-    """Module of `sparsegen_lin`."""
-
-
-class SparsegenExp(ControllableMapping, function=mappings.sparsegen_exp):
-    """Module of `sparsegen_exp`."""
-
-
-class SparsegenSq(ControllableMapping, function=mappings.sparsegen_sq):
-    """Module of `sparsegen_sq`."""
-
-
-class SparsegenLog(ControllableMapping, function=mappings.sparsegen_log):
-    """Module of `sparsegen_log`."""
-
-
-class Sparsecone(ControllableMapping, function=mappings.sparsecone):
-    """Module of `sparsecone`."""
-
-
-class Sparsehourglass(ControllableMapping, function=mappings.sparsehourglass):
-    """Module of `sparsehourglass`."""
-
-
-class Softmax(ControllableMapping, function=mappings.softmax):
-    """Module of `softmax`."""
-
-
-class SumNormalization(ControllableMapping, function=mappings.sum_normalization):
-    """Module of `sum_normalization`."""
-
-
-class SumNormalizationPP(ControllableMapping, function=mappings.sum_normalization_pp):
-    """Module of `sum_normalization_pp`."""
-
-
-class SphericalSoftmax(ControllableMapping, function=mappings.spherical_softmax):
-    """Module of `spherical_softmax`."""
+Sparsegen = _module(mappings.sparsegen, "Sparsegen")
+SparsegenLin = _module(mappings.sparsegen_lin, "SparsegenLin")
+SparsegenExp = _module(mappings.sparsegen_exp, "SparsegenExp")
+SparsegenSq = _module(mappings.sparsegen_sq, "SparsegenSq")
+SparsegenLog = _module(mappings.sparsegen_log, "SparsegenLog")
+Sparsecone = _module(mappings.sparsecone, "Sparsecone")
+Sparsehourglass = _module(mappings.sparsehourglass, "Sparsehourglass")
+Softmax = _module(mappings.softmax, "Softmax")
+SumNormalization = _module(mappings.sum_normalization, "SumNormalization")
+SumNormalizationPP = _module(mappings.sum_normalization_pp, "SumNormalizationPP")
+SphericalSoftmax = _module(mappings.spherical_softmax, "SphericalSoftmax")

@@ -80,19 +80,7 @@ class Properties:
     options: Mapping[str, float]
     claims: Mapping[str, Claim]
     lipschitz: Lipschitz
-    domain: str = "all"
-
-
-def _claims(**claims: Claim) -> dict[str, Claim]:
-    return {name: claims[name] for name in PROPERTIES}
-
-
-YES = Claim(True)
-_PLAIN = (0.5, 0.3, 0.2)
-
-
-def _no(*scores: float, change: float = 1.0, condition: str = "") -> Claim:
-    return Claim(False, refuted_by=scores, change=change, condition=condition)
+    domain: str
 
 
 def _hourglass_constant(k: int, options: Mapping[str, float]) -> float:
@@ -101,157 +89,112 @@ def _hourglass_constant(k: int, options: Mapping[str, float]) -> float:
     return math.sqrt((1 + 1 / (k * q)) ** 2 + (k - 1) / (k * q) ** 2)
 
 
-_SCALED = _no(0.2, 0.1, 0.0, change=4.0)
-_CONE = {
-    "idempotence": YES,
-    "monotonicity": YES,
-    "translation_invariance": Claim(
-        "option", {"q": math.inf}, refuted_by=(1.0, 0.5, 0.2), change=1.0, condition="q → ∞"
-    ),
-    "scale_invariance": Claim("option", {"q": 0.0}, refuted_by=(1.0, 0.5, 0.2), change=4.0, condition="q = 0"),
-}
+def _no(*scores: float, change: float = 1.0, condition: str = "") -> Claim:
+    return Claim(False, refuted_by=scores, change=change, condition=condition)
 
-TABLE: dict[str, Properties] = {
-    "sum_normalization": Properties(
+
+def _steep(curve: Callable[[float], tuple[float, ...]]) -> Lipschitz:
+    return Lipschitz("∞", steep=curve)
+
+
+_YES = Claim(True)
+_NOT_IDEMPOTENT = _no(0.5, 0.3, 0.2)
+_NOT_MONOTONIC = _no(-2.0, 1.0)
+_MOVES = _no(1.0, 2.0)
+_SCALES = _no(0.2, 0.1, 0.0, change=4.0)
+_CONE = (
+    _YES,
+    _YES,
+    Claim("option", {"q": math.inf}, refuted_by=(1.0, 0.5, 0.2), condition="q → ∞"),
+    Claim("option", {"q": 0.0}, refuted_by=(1.0, 0.5, 0.2), change=4.0, condition="q = 0"),
+)
+
+#: Function, options, the claims in the order of ``PROPERTIES``, Lipschitz constant, and domain where it is not all.
+_ROWS: tuple[tuple[Callable[..., Tensor], Mapping[str, float], tuple[Claim, ...], Lipschitz, str], ...] = (
+    (
         mappings.sum_normalization,
         {},
-        _claims(
-            idempotence=YES,
-            monotonicity=YES,
-            translation_invariance=_no(1.0, 2.0, change=1.0),
-            scale_invariance=YES,
-            full_domain=_no(1.0, -2.0, condition="z ≥ 0, z ≠ 0"),
-        ),
-        Lipschitz("∞", steep=lambda t: (1 / t, 2 / t)),
+        (_YES, _YES, _MOVES, _YES, _no(1.0, -2.0, condition="z ≥ 0, z ≠ 0")),
+        _steep(lambda t: (1 / t, 2 / t)),
         "positive",
     ),
-    "spherical_softmax": Properties(
+    (
         mappings.spherical_softmax,
         {},
-        _claims(
-            idempotence=_no(*_PLAIN),
-            monotonicity=_no(-2.0, 1.0),
-            translation_invariance=_no(1.0, 2.0, change=1.0),
-            scale_invariance=YES,
-            full_domain=_no(0.0, 0.0, condition="z ≠ 0"),
-        ),
-        Lipschitz("∞", steep=lambda t: (1 / t, 2 / t)),
+        (_NOT_IDEMPOTENT, _NOT_MONOTONIC, _MOVES, _YES, _no(0.0, 0.0, condition="z ≠ 0")),
+        _steep(lambda t: (1 / t, 2 / t)),
+        "all",
     ),
-    "softmax": Properties(
+    (
         mappings.softmax,
         {"temperature": 1.0},
-        _claims(
-            idempotence=_no(*_PLAIN),
-            monotonicity=YES,
-            translation_invariance=YES,
-            scale_invariance=_SCALED,
-            full_domain=YES,
-        ),
+        (_NOT_IDEMPOTENT, _YES, _YES, _SCALES, _YES),
         Lipschitz("1/(2T)", lambda k, options: 0.5 / options["temperature"]),
+        "all",
     ),
-    "sparsemax": Properties(
-        sparsemax,
-        {},
-        _claims(
-            idempotence=YES,
-            monotonicity=YES,
-            translation_invariance=YES,
-            scale_invariance=_SCALED,
-            full_domain=YES,
-        ),
-        Lipschitz("1", lambda k, options: 1.0),
-    ),
-    "sparsegen_lin": Properties(
+    (sparsemax, {}, (_YES, _YES, _YES, _SCALES, _YES), Lipschitz("1", lambda k, options: 1.0), "all"),
+    (
         mappings.sparsegen_lin,
         {"lam": 0.5},
-        _claims(
-            idempotence=Claim("option", {"lam": 0.0}, refuted_by=_PLAIN, condition="λ = 0"),
-            monotonicity=YES,
-            translation_invariance=YES,
-            scale_invariance=_SCALED,
-            full_domain=YES,
-        ),
+        (Claim("option", {"lam": 0.0}, (0.5, 0.3, 0.2), condition="λ = 0"), _YES, _YES, _SCALES, _YES),
         Lipschitz("1/(1−λ)", lambda k, options: 1 / (1 - options["lam"])),
+        "all",
     ),
-    "sparsegen_exp": Properties(
+    (
         mappings.sparsegen_exp,
         {"lam": 0.0},
-        _claims(
-            idempotence=_no(*_PLAIN),
-            monotonicity=YES,
-            translation_invariance=_no(0.1, 0.0, change=1.0),
-            scale_invariance=_no(0.1, 0.0, change=3.0),
-            full_domain=YES,
-        ),
-        Lipschitz("∞", steep=lambda t: (math.log(t), math.log(t + 0.5))),
+        (_NOT_IDEMPOTENT, _YES, _no(0.1, 0.0), _no(0.1, 0.0, change=3.0), _YES),
+        _steep(lambda t: (math.log(t), math.log(t + 0.5))),
+        "all",
     ),
-    "sparsegen_sq": Properties(
+    (
         mappings.sparsegen_sq,
         {"lam": 0.0},
-        _claims(
-            idempotence=_no(*_PLAIN),
-            monotonicity=_no(-2.0, 1.0),
-            translation_invariance=_no(0.1, 0.2, change=1.0),
-            scale_invariance=_no(0.1, 0.2, change=3.0),
-            full_domain=YES,
-        ),
-        Lipschitz("∞", steep=lambda t: (t, math.sqrt(t * t + 0.5))),
+        (_NOT_IDEMPOTENT, _NOT_MONOTONIC, _no(0.1, 0.2), _no(0.1, 0.2, change=3.0), _YES),
+        _steep(lambda t: (t, math.sqrt(t * t + 0.5))),
+        "all",
     ),
-    "sparsegen_log": Properties(
+    (
         mappings.sparsegen_log,
         {"lam": 0.0},
-        _claims(
-            idempotence=_no(*_PLAIN),
-            monotonicity=YES,
-            translation_invariance=_no(1.0, 2.0, change=1.0),
-            scale_invariance=YES,
-            full_domain=_no(1.0, -2.0, condition="z > 0"),
-        ),
-        Lipschitz("∞", steep=lambda t: (1 / t, 1.5 / t)),
+        (_NOT_IDEMPOTENT, _YES, _MOVES, _YES, _no(1.0, -2.0, condition="z > 0")),
+        _steep(lambda t: (1 / t, 1.5 / t)),
         "positive",
     ),
-    "sparsecone": Properties(
+    (
         mappings.sparsecone,
         {"q": 1.0},
-        _claims(**_CONE, full_domain=_no(-2.0, -3.0, condition="Σz > −Kq")),
+        (*_CONE, _no(-2.0, -3.0, condition="Σz > −Kq")),
         # Just inside the boundary sum z = -K q the scores are stretched without limit.
-        Lipschitz("∞", steep=lambda t: (-1.0 + 1 / t, -1.0 + 1.2 / t)),
+        _steep(lambda t: (-1.0 + 1 / t, -1.0 + 1.2 / t)),
         "sum",
     ),
-    "sum_normalization_pp": Properties(
+    (
         mappings.sum_normalization_pp,
         {},
-        _claims(
-            idempotence=YES,
-            monotonicity=YES,
-            translation_invariance=_no(1.0, 0.5, 0.2, change=1.0),
-            scale_invariance=YES,
-            full_domain=_no(1.0, -1.0, condition="Σz ≠ 0"),
-        ),
-        Lipschitz("∞", steep=lambda t: (1 / t, 1.2 / t)),
+        (_YES, _YES, _no(1.0, 0.5, 0.2), _YES, _no(1.0, -1.0, condition="Σz ≠ 0")),
+        _steep(lambda t: (1 / t, 1.2 / t)),
         "sum",
     ),
-    "sparsehourglass": Properties(
+    (
         mappings.sparsehourglass,
         {"q": 1.0},
-        _claims(**_CONE, full_domain=Claim("option", {"q": 0.5}, condition="q > 0")),
+        (*_CONE, Claim("option", {"q": 0.5}, condition="q > 0")),
         Lipschitz("√((1+1/(Kq))² + (K−1)/(Kq)²)", _hourglass_constant),
+        "all",
     ),
+)
+TABLE: dict[str, Properties] = {
+    row[0].__name__: Properties(row[0], row[1], dict(zip(PROPERTIES, row[2], strict=True)), *row[3:]) for row in _ROWS
 }
 
 
 def markdown_table() -> str:
     """The property table in Markdown: ✓ holds, ✗ does not, ◐ under the condition named."""
-    head = [
-        "mapping",
-        "idempotent",
-        "monotonic",
-        "translation invariant",
-        "scale invariant",
-        "full domain",
-        "Lipschitz",
+    lines = [
+        "| mapping | idempotent | monotonic | translation invariant | scale invariant | full domain | Lipschitz |",
+        "|" + "---|" * 7,
     ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, row in TABLE.items():
         cells = [f"`{name}`"]
         for claim in row.claims.values():
