@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_entmax.analysis.reading.textfiles import numbered_lines
+from hf_entmax.analysis.reading.records import numbered_lines
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,8 @@ def _from_json(line: str, where: str) -> AlignedPair:
             raise ValueError(f"{where}: {key!r} must be a non-empty list of words, found {words!r}.")
     if "sure" not in record:
         raise ValueError(f"{where}: 'sure' is missing; it must be a list of [source index, target index].")
-    source, target = tuple(record["src"]), tuple(record["tgt"])
-    sure = _links(record["sure"], len(source), len(target), f"{where}: sure")
-    possible = _links(record.get("possible") or [], len(source), len(target), f"{where}: possible")
-    return AlignedPair(source, target, sure, possible, str(record.get("id", "")))
+    links = (record["sure"], record.get("possible") or [])
+    return _pair(record["src"], record["tgt"], *links, where, str(record.get("id", "")))
 
 
 def _from_pharaoh(line: str, where: str) -> AlignedPair:
@@ -86,7 +84,7 @@ def _from_pharaoh(line: str, where: str) -> AlignedPair:
             f"{where}: expected a JSON object, or three tab-separated columns (source words, target words, links such as 0-0), "
             f"found {len(columns)} columns."
         )
-    source, target = tuple(columns[0].split()), tuple(columns[1].split())
+    source, target = columns[0].split(), columns[1].split()
     if not source or not target:
         raise ValueError(f"{where}: an empty sentence.")
     sure, possible = [], []
@@ -98,12 +96,15 @@ def _from_pharaoh(line: str, where: str) -> AlignedPair:
                 break
         else:
             raise ValueError(f"{where}: {link!r} is not a link; write 0-0 for a sure and 0p0 for a possible one.")
-    return AlignedPair(
-        source,
-        target,
-        _links(sure, len(source), len(target), f"{where}: sure"),
-        _links(possible, len(source), len(target), f"{where}: possible"),
-    )
+    return _pair(source, target, sure, possible, where)
+
+
+def _pair(
+    source: list[str], target: list[str], sure: object, possible: object, where: str, identifier: str = ""
+) -> AlignedPair:
+    size = len(source), len(target)
+    links = _links(sure, *size, f"{where}: sure"), _links(possible, *size, f"{where}: possible")
+    return AlignedPair(tuple(source), tuple(target), *links, identifier)
 
 
 def _links(links: object, num_source: int, num_target: int, where: str) -> tuple[tuple[int, int], ...]:

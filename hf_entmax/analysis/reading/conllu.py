@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_entmax.analysis.reading.textfiles import numbered_lines
+from hf_entmax.analysis.reading.records import numbered_lines
 
 #: The 37 universal relations; a subtype (``nsubj:pass``) counts as its relation.
 UNIVERSAL_RELATIONS = (
-    "acl",
-    "advcl",
-    "advmod",
-    "amod",
-    "appos",
-    "aux",
-    "case",
-    "cc",
-    "ccomp",
-    "clf",
-    "compound",
-    "conj",
-    "cop",
-    "csubj",
-    "dep",
-    "det",
-    "discourse",
-    "dislocated",
-    "expl",
-    "fixed",
-    "flat",
-    "goeswith",
-    "iobj",
-    "list",
-    "mark",
-    "nmod",
-    "nsubj",
-    "nummod",
-    "obj",
-    "obl",
-    "orphan",
-    "parataxis",
-    "punct",
-    "reparandum",
-    "root",
-    "vocative",
+    "acl", "advcl", "advmod", "amod", "appos", "aux", "case", "cc", "ccomp", "clf", "compound", "conj", "cop",
+    "csubj", "dep", "det", "discourse", "dislocated", "expl", "fixed", "flat", "goeswith", "iobj", "list", "mark",
+    "nmod", "nsubj", "nummod", "obj", "obl", "orphan", "parataxis", "punct", "reparandum", "root", "vocative",
     "xcomp",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -86,16 +54,15 @@ class DependencySentence:
 
         The words of a multiword token are one node: it depends where its first word depends whose head lies outside.
         """
-        heads, relations, asks = [-1] * len(self.surface), ["root"] * len(self.surface), [False] * len(self.surface)
-        decided = [False] * len(self.surface)
-        for word, surface in enumerate(self.word_surface):
-            asks[surface] = asks[surface] or self.interrogative[word]
-            head = self.heads[word]
+        size = len(self.surface)
+        found: dict[int, tuple[int, str]] = {}
+        for surface, head, relation in zip(self.word_surface, self.heads, self.relations, strict=True):
             target = self.word_surface[head] if head >= 0 else -1
-            if decided[surface] or target == surface:
-                continue
-            heads[surface], relations[surface], decided[surface] = target, self.relations[word], True
-        return heads, relations, asks
+            if target != surface:
+                found.setdefault(surface, (target, relation))
+        asking = {surface for surface, asks in zip(self.word_surface, self.interrogative, strict=True) if asks}
+        nodes = [found.get(surface, (-1, "root")) for surface in range(size)]
+        return [head for head, _ in nodes], [name for _, name in nodes], [surface in asking for surface in range(size)]
 
     def surface_spans(self) -> list[tuple[int, int]]:
         """Character span [start, end) of every surface token in :attr:`text`."""
@@ -122,7 +89,8 @@ def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:
         ValueError: a broken line, with its number, or a file without a sentence.
     """
     path = Path(path)
-    sentences = list(_sentences(numbered_lines(path), path))
+    blocks = itertools.groupby(numbered_lines(path), key=lambda line: bool(line[1].strip()))
+    sentences = [sentence for full, lines in blocks if full and (sentence := _sentence(lines, path)).words]
     if not sentences:
         raise ValueError(
             f"{path}: no sentence in it; a CoNLL-U file has ten tab-separated columns and a blank line after each sentence."
@@ -130,15 +98,10 @@ def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:
     return sentences
 
 
-def _sentences(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[DependencySentence]:
+def _sentence(lines: Iterable[tuple[int, str]], path: Path) -> DependencySentence:
     sentence, first_line, heads = DependencySentence(), 0, []
     multiword_end = 0
     for number, line in lines:
-        if not line.strip():
-            if sentence.words:
-                yield _finish(sentence, heads, first_line, path)
-            sentence, heads, multiword_end = DependencySentence(), [], 0
-            continue
         if line.startswith("#"):
             key, _, value = line[1:].partition("=")
             if key.strip() == "sent_id":
@@ -150,63 +113,38 @@ def _sentences(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[Depende
                 f"{path}:{number}: expected 10 tab-separated columns, found {len(columns)}: {_short(line)}"
             )
         identifier, form, _, _, _, features, head, relation, _, misc = columns
-        space = "SpaceAfter=No" not in misc.split("|")
         if "." in identifier:
             continue
-        if "-" in identifier:
-            start, _, end = identifier.partition("-")
-            if (
-                not (start.isdigit() and end.isdigit())
-                or int(start) != len(sentence.words) + 1
-                or int(end) < int(start)
-            ):
-                raise ValueError(
-                    f"{path}:{number}: {identifier!r} is not a range of words that starts at {len(sentence.words) + 1}."
-                )
-            multiword_end = int(end)
+        start, dash, end = identifier.partition("-")
+        expected = len(sentence.words) + 1
+        if dash and (not (start.isdigit() and end.isdigit()) or int(start) != expected or int(end) < int(start)):
+            raise ValueError(f"{path}:{number}: {identifier!r} is not a range of words that starts at {expected}.")
+        if not dash and (not identifier.isdigit() or int(identifier) != expected):
+            raise ValueError(f"{path}:{number}: word number {identifier!r} where {expected} was expected.")
+        if dash or expected > multiword_end:
             sentence.surface.append(form)
-            sentence.spaces.append(space)
+            sentence.spaces.append("SpaceAfter=No" not in misc.split("|"))
+        if dash:
+            multiword_end = int(end)
             continue
-        if not identifier.isdigit() or int(identifier) != len(sentence.words) + 1:
-            raise ValueError(
-                f"{path}:{number}: word number {identifier!r} where {len(sentence.words) + 1} was expected."
-            )
         if not head.isdigit() and head != "_":
             raise ValueError(f"{path}:{number}: the head {head!r} is not a number (0 = root).")
-        if not sentence.words:
-            first_line = number
-        if int(identifier) > multiword_end:
-            sentence.surface.append(form)
-            sentence.spaces.append(space)
+        first_line = first_line or number
         sentence.words.append(form)
         sentence.word_surface.append(len(sentence.surface) - 1)
         heads.append((int(head) if head != "_" else 0, number))
         sentence.relations.append(relation.split(":")[0])
-        sentence.interrogative.append("Int" in _feature(features, "PronType"))
-    if sentence.words:
-        yield _finish(sentence, heads, first_line, path)
-
-
-def _finish(
-    sentence: DependencySentence, heads: list[tuple[int, int]], first_line: int, path: Path
-) -> DependencySentence:
-    for position, (head, line) in enumerate(heads):
-        if head > len(sentence.words):
+        kinds = [value for key, _, value in (f.partition("=") for f in features.split("|")) if key == "PronType"]
+        sentence.interrogative.append("Int" in ",".join(kinds).split(","))
+    for word, (head, number) in enumerate(heads, start=1):
+        if head > len(heads):
             raise ValueError(
-                f"{path}:{line}: head {head} in a sentence of {len(sentence.words)} words (it starts at line {first_line})."
+                f"{path}:{number}: head {head} in a sentence of {len(heads)} words (it starts at line {first_line})."
             )
-        if head == position + 1:
-            raise ValueError(f"{path}:{line}: word {head} is its own head.")
+        if head == word:
+            raise ValueError(f"{path}:{number}: word {head} is its own head.")
         sentence.heads.append(head - 1)
     return sentence
-
-
-def _feature(features: str, name: str) -> list[str]:
-    for feature in features.split("|"):
-        key, _, value = feature.partition("=")
-        if key == name:
-            return value.split(",")
-    return []
 
 
 def _short(line: str, limit: int = 60) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_entmax.analysis.reading.words import TokenTable, own_word_ids, token_tab
 from hf_entmax.batches.prepare import is_encoder_decoder, maximum_length, pad_token_id
 
 Batch = dict[str, Tensor]
+_RELATION_IDS = {name: place for place, name in enumerate(UNIVERSAL_RELATIONS)}
 
 
 class Encoder:
@@ -55,18 +57,15 @@ class Encoder:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self._own_words = own_word_ids(tokenizer)
-        self._table: TokenTable | None = None
 
-    @property
+    @functools.cached_property
     def table(self) -> TokenTable:
         """Table of the vocabulary.
 
         Raises:
             ValueError: the vocabulary does not say where words begin.
         """
-        if self._table is None:
-            self._table = token_table(self.tokenizer)
-        return self._table
+        return token_table(self.tokenizer)
 
     def texts(self, records: Sequence[TextRecord], labels: bool = False) -> Iterator[Batch]:
         """Batches of plain text.
@@ -82,63 +81,49 @@ class Encoder:
 
     def dependencies(self, sentences: Sequence[DependencySentence]) -> Iterator[Batch]:
         """Batches of treebank sentences with gold heads, mapped to tokens by character positions."""
-        for chunk in _chunks(sentences, self.batch_size):
-            kept, words = [], []
-            for sentence in chunk:
-                mapped = self._gold_words(sentence.text, sentence.surface_spans())
-                if mapped is None:
-                    self.skipped += 1
-                    continue
-                kept.append(sentence)
-                words.append(mapped)
-            if not kept:
-                continue
-            batch = self._encode([sentence.text for sentence in kept], [None] * len(kept), filter_empty=False)
-            if batch is None:
-                continue
-            longest = max(len(sentence.surface) for sentence in kept)
-            heads = torch.full((len(kept), longest), -1)
-            relations = torch.full((len(kept), longest), -1)
-            for place, sentence in enumerate(kept):
-                gold_heads, gold_relations, _ = sentence.surface_dependencies()
-                heads[place, : len(gold_heads)] = torch.tensor(gold_heads)
-                known = [
-                    UNIVERSAL_RELATIONS.index(name) if name in UNIVERSAL_RELATIONS else -1 for name in gold_relations
-                ]
-                relations[place, : len(known)] = torch.tensor(known)
+        for kept, (words,), batch in self._with_gold(sentences, lambda s: [(s.text, s.surface_spans())]):
+            gold = [sentence.surface_dependencies() for sentence in kept]
+            relations = [[_RELATION_IDS.get(name, -1) for name in names] for _, names, _ in gold]
             batch["word_ids"] = self._place_words(words, batch["attention_mask"])
-            batch |= {"dependency_heads": heads, "dependency_relations": relations}
+            batch["dependency_heads"] = _pad([heads for heads, _, _ in gold], -1, "right")
+            batch["dependency_relations"] = _pad(relations, -1, "right")
             yield batch
 
     def alignments(self, pairs: Sequence[AlignedPair]) -> Iterator[Batch]:
         """Batches of sentence pairs with gold word alignments."""
-        for chunk in _chunks(pairs, self.batch_size):
-            kept, source_words, target_words = [], [], []
-            for pair in chunk:
-                source = self._gold_words(" ".join(pair.source), _spans(pair.source))
-                target = self._gold_words(" ".join(pair.target), _spans(pair.target), target=True)
-                if source is None or target is None:
-                    self.skipped += 1
-                    continue
-                kept.append(pair)
-                source_words.append(source)
-                target_words.append(target)
-            if not kept:
-                continue
-            texts = [" ".join(pair.source) for pair in kept]
-            batch = self._encode(texts, [" ".join(pair.target) for pair in kept], filter_empty=False)
-            if batch is None:
-                continue
+        sides = lambda pair: [(" ".join(words), _spans(words)) for words in (pair.source, pair.target)]  # noqa: E731
+        for kept, (source, target), batch in self._with_gold(pairs, sides):
+            batch["source_words"] = self._place_words(source, batch["attention_mask"])
+            batch["target_words"] = self._place_words(target, batch["labels"] != -100)
             shape = (len(kept), max(len(pair.target) for pair in kept), max(len(pair.source) for pair in kept))
-            sure, possible = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-            for place, pair in enumerate(kept):
-                for links, table in ((pair.sure, sure), (pair.possible, possible)):
-                    for source_word, target_word in links:
-                        table[place, target_word, source_word] = True
-            batch["source_words"] = self._place_words(source_words, batch["attention_mask"])
-            batch["target_words"] = self._place_words(target_words, batch["labels"] != -100)
-            batch |= {"sure_links": sure, "possible_links": possible}
+            for name in ("sure", "possible"):
+                links = batch[f"{name}_links"] = torch.zeros(shape, dtype=torch.bool)
+                for place, pair in enumerate(kept):
+                    for source_word, target_word in getattr(pair, name):
+                        links[place, target_word, source_word] = True
             yield batch
+
+    def _with_gold(
+        self, items: Sequence[Any], sides: Callable[[Any], list[tuple[str, list[tuple[int, int]]]]]
+    ) -> Iterator[tuple[list[Any], list[tuple[list[int], ...]], Batch]]:
+        """Batches of the items whose tokens can be mapped to gold words: items, words of each side, batch.
+
+        ``sides`` gives the text of an item and the spans of its words: of the source and, if there is one, the target.
+        """
+        for chunk in _chunks(items, self.batch_size):
+            kept = []
+            for item in chunk:
+                mapped = [self._gold_words(*side, target=place == 1) for place, side in enumerate(sides(item))]
+                if None in mapped:
+                    self.skipped += 1
+                else:
+                    kept.append((item, mapped, [text for text, _ in sides(item)]))
+            if kept:
+                found, words, texts = zip(*kept, strict=True)
+                targets = [each[1] if len(each) > 1 else None for each in texts]
+                batch = self._encode([each[0] for each in texts], targets, filter_empty=False)
+                if batch is not None:
+                    yield list(found), list(zip(*words, strict=True)), batch
 
     def _tokenize(self, texts: Sequence[str], target: bool = False, **options: Any) -> Any:
         truncation = {"truncation": True, "max_length": self.max_length} if self.max_length else {}
@@ -170,8 +155,7 @@ class Encoder:
     def _encode_targets(self, batch: Batch, targets: list[str | None], own_words: bool) -> None:
         if any(target is None for target in targets):
             # Only the encoder is looked at; the decoder gets the one token it cannot do without.
-            start = _decoder_start(self.model)
-            batch["decoder_input_ids"] = torch.full((len(targets), 1), start)
+            batch["decoder_input_ids"] = torch.full((len(targets), 1), _decoder_start(self.model))
             return
         self.has_targets = True
         encoded = self._tokenize([target for target in targets if target is not None], target=True)
@@ -207,12 +191,9 @@ class Encoder:
             encoded = self._tokenize([text], target, return_offsets_mapping=True)
             offsets = encoded["offset_mapping"][0]
         else:
-            encoded = self._tokenize([text], target)
-            offsets = find_tokens(
-                text,
-                [self.table.surface[index] for index in encoded["input_ids"][0]],
-                self._outside(encoded["input_ids"][0]),
-            )
+            ids = self._tokenize([text], target)["input_ids"][0]
+            special = [bool(self.table.special[index]) for index in ids]
+            offsets = find_tokens(text, [self.table.surface[index] for index in ids], special)
             if offsets is None:
                 return None
         words = []
@@ -222,9 +203,6 @@ class Encoder:
             place = bisect.bisect_right(starts, start) - 1
             words.append(place if start < end and place >= 0 and start < spans[place][1] else -1)
         return words
-
-    def _outside(self, ids: list[int]) -> list[bool]:
-        return [bool(self.table.special[index]) for index in ids]
 
     def _place_words(self, words: list[list[int]], mask: Tensor) -> Tensor:
         """Puts word ids where the padding side of the batch has put their tokens."""
@@ -241,9 +219,7 @@ class Encoder:
         mask_token = self.tokenizer.mask_token_id
         if mask_token is None:
             return batch | {"labels": batch["input_ids"].masked_fill(~real, -100)}
-        special = torch.zeros_like(real)
-        for index in self.tokenizer.all_special_ids:
-            special |= batch["input_ids"] == index
+        special = torch.isin(batch["input_ids"], torch.tensor(self.tokenizer.all_special_ids, dtype=torch.long))
         labels, inputs = torch.full_like(batch["input_ids"], -100), batch["input_ids"].clone()
         for row in range(len(inputs)):
             candidates = (real[row] & ~special[row]).nonzero().flatten()

@@ -1,21 +1,51 @@
-"""Rows of tables, JSON records and records of data sets, each with its place for complaints, and the rule about headers."""
+"""Lines of text, rows of tables, JSON records and records of data sets, each with its place for complaints."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 #: What columns of text are usually called, and those of its target: a translation, a summary, a form.
 SOURCE_NAMES = ("source", "src", "text", "sentence", "input", "document", "question", "premise", "content", "lemma")
 TARGET_NAMES = ("target", "tgt", "output", "summary", "translation", "answer", "form")
 _OTHER_NAMES = ("label", "labels", "class", "category", "lang", "language", "split", "id", "tags", "features", "word")
 _USUAL = {*SOURCE_NAMES, *TARGET_NAMES, *_OTHER_NAMES}
+
+
+def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    """Yields ``(line number from 1, line without its end)``.
+
+    Args:
+        path: UTF-8 text; ``.gz`` is decompressed on the fly.
+
+    Raises:
+        FileNotFoundError: no such file.
+        IsADirectoryError: a folder.
+        ValueError: a line that is not UTF-8, or a damaged gzip file; the line is named.
+    """
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rb") as lines:
+            for number, raw in enumerate(lines, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                try:
+                    yield number, raw.decode("utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path}:{number}: not UTF-8 text ({error.reason} at byte {error.start})."
+                    ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}:{number + 1}: a damaged gzip file ({error}).") from error
 
 
 def kind_of_file(path: Path) -> str:

@@ -14,9 +14,9 @@ from hf_entmax.analysis.reading.records import (
     is_header,
     json_records,
     kind_of_file,
+    numbered_lines,
     table_rows,
 )
-from hf_entmax.analysis.reading.textfiles import numbered_lines
 
 HUB = "hub:"
 

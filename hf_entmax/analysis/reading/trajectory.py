@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.reading.textfiles import numbered_lines
+from hf_entmax.analysis.reading.records import numbered_lines
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers import decoders
 from torch import Tensor
 
 QUESTION_MARKS = frozenset("?？؟\u037e⸮՞")
@@ -94,23 +95,18 @@ def token_table(tokenizer: Any) -> TokenTable:
     scheme = _scheme(tokenizer, ordinary)
 
     strip, begins, finishes = _MARKS[scheme]
-    decode = _byte_decoder() if scheme == "byte_level" else None
-    surface = []
-    for token in tokens:
-        text = strip(token)
-        surface.append(_decode_bytes(text, decode) if decode is not None else text)
-    starts = torch.tensor([begins(token) for token in tokens], dtype=torch.bool)
-    ends = torch.tensor([finishes(token) for token in tokens], dtype=torch.bool)
-    outside = special.clone()
-    if scheme == "characters":
-        outside |= torch.tensor([bool(text) and text.isspace() for text in surface], dtype=torch.bool)
+    surface = [strip(token) for token in tokens]
+    if scheme == "byte_level":  # token by token, as the bytes of one may be no text without its neighbour
+        surface = [decoders.ByteLevel().decode([text]) for text in surface]
+    mark = lambda test, texts=surface: torch.tensor([bool(test(text)) for text in texts], dtype=torch.bool)  # noqa: E731
+    starts, ends, outside = mark(begins, tokens), mark(finishes, tokens), special.clone()
     for index in kept_special - {None}:
         # A WordPiece or word vocabulary loses a whole word to [UNK]; elsewhere only a piece of one is unknown.
-        whole_word = scheme in ("wordpiece", "words") or index == tokenizer.mask_token_id
-        starts[index] = whole_word
+        starts[index] = scheme in ("wordpiece", "words") or index == tokenizer.mask_token_id
     if scheme == "characters":
+        outside |= mark(str.isspace)
         # A tag such as <plural> among single characters is a word of its own.
-        long_token = torch.tensor([len(text) > 1 for text in surface], dtype=torch.bool)
+        long_token = mark(lambda text: len(text) > 1)
         starts |= long_token
         ends |= long_token
     classes = [_character_classes(text) if scheme == "byte_level" else (0, 0) for text in surface]
@@ -120,8 +116,8 @@ def token_table(tokenizer: Any) -> TokenTable:
         ends=ends,
         outside=outside,
         special=special,
-        punctuation=torch.tensor([_is_punctuation(text) for text in surface], dtype=torch.bool) & ~special,
-        question=torch.tensor([text.strip() in QUESTION_MARKS and bool(text.strip()) for text in surface]) & ~special,
+        punctuation=mark(_is_punctuation) & ~special,
+        question=mark(lambda text: text.strip() in QUESTION_MARKS) & ~special,
         first_class=torch.tensor([first for first, _ in classes], dtype=torch.int8),
         last_class=torch.tensor([last for _, last in classes], dtype=torch.int8),
         surface=tuple(surface),
@@ -158,10 +154,10 @@ def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -
 
 def check_ids(table: TokenTable, input_ids: Tensor) -> None:
     """Raises ``ValueError`` unless every id lies inside the vocabulary of the tokenizer."""
-    if input_ids.numel() and (int(input_ids.max()) >= len(table) or int(input_ids.min()) < 0):
-        worst = int(input_ids.max()) if int(input_ids.max()) >= len(table) else int(input_ids.min())
+    outside = input_ids[(input_ids >= len(table)) | (input_ids < 0)]
+    if outside.numel():
         raise ValueError(
-            f"token id {worst} is not in the tokenizer's vocabulary of {len(table)} entries: "
+            f"token id {int(outside.max())} is not in the tokenizer's vocabulary of {len(table)} entries: "
             "the data was made with another tokenizer. Pass the tokenizer that made it."
         )
 
@@ -205,8 +201,7 @@ def question_masks(
     wanted = frozenset(word.lower() for word in interrogatives)
     ids, numbers, real = input_ids.cpu(), words.cpu(), mask.cpu().bool()
     is_question = table.question[ids] & real
-    interrogative = torch.zeros_like(is_question)
-    question = torch.zeros_like(is_question)
+    interrogative, question = torch.zeros_like(is_question), torch.zeros_like(is_question)
     for row in is_question.any(dim=1).nonzero().flatten().tolist():
         inside = (real[row] & ~table.outside[ids[row]]).nonzero().flatten().tolist()
         final = _final_question(inside, table, ids[row].tolist())
@@ -218,8 +213,7 @@ def question_masks(
             number = int(numbers[row, position])
             spelled[number] = spelled.get(number, "") + table.surface[int(ids[row, position])]
         asking = {number for number, text in spelled.items() if text.strip().lower().strip("¿¡\"'“”„«»()[]") in wanted}
-        for position in inside:
-            interrogative[row, position] = int(numbers[row, position]) in asking and int(numbers[row, position]) >= 0
+        interrogative[row, [at for at in inside if int(numbers[row, at]) in asking - {-1}]] = True
     return interrogative.to(input_ids.device), question.to(input_ids.device)
 
 
@@ -294,18 +288,3 @@ def _character_classes(text: str) -> tuple[int, int]:
         return 2 if category[0] == "N" else 3
 
     return kind(text[0]), kind(text[-1])
-
-
-def _byte_decoder() -> dict[str, int]:
-    """Inverse of GPT-2's map from bytes to printable characters."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + place): byte for place, byte in enumerate(hidden)})
-    return table
-
-
-def _decode_bytes(token: str, decoder: dict[str, int]) -> str:
-    if not all(character in decoder for character in token):
-        return token
-    return bytes(decoder[character] for character in token).decode("utf-8", errors="replace")
