@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import csv
 import json
 import re
@@ -53,6 +54,16 @@ def folder(models, tmp_path_factory):
     write_report(models[0], folder / "one")
     write_report(models, folder / "two" / "both.html")
     return folder
+
+
+def test_a_treebank_of_roots_alone_has_no_baseline_and_still_a_report(models, tmp_path):
+    statistics = copy.deepcopy(models[0])
+    site = statistics.sites["encoder_self"]
+    size = (site.num_layers, site.num_heads, 2)
+    nothing = {"dependency_hits": size, "dependency_words": size[:1], "dependency_offsets": (size[0], 23)}
+    site.sums |= {name: torch.zeros(shape, dtype=torch.float64) for name, shape in nothing.items()}
+    page = write_report(statistics, tmp_path, figures=False).read_text()
+    assert page_data(page)["models"][0]["baselines"] == {}
 
 
 def test_files_and_numbers(models, folder):

@@ -10,15 +10,10 @@ from torch import Tensor
 
 from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
+from hf_entmax.analysis.plots.style import site_title
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 HeadName = tuple[str, int, int]
-_SITE_PHRASES = {
-    "encoder_self": "Encoder self-attention",
-    "cross": "Cross-attention",
-    "decoder_self": "Decoder self-attention",
-}
-_SHORT = {"encoder_self": "encoder", "cross": "cross", "decoder_self": "decoder"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,11 @@ class Finding:
 
 def head_name(site: str, layer: int, head: int) -> str:
     """Short name of a head, such as ``encoder 2.5`` for layer 2, head 5 (both from 0)."""
-    return f"{_SHORT.get(site, site)} {layer}.{head}"
+    return f"{_short(site)} {layer}.{head}"
+
+
+def _short(site: str) -> str:
+    return site.removesuffix("_self")
 
 
 def percent(value: float) -> str:
@@ -61,15 +60,8 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
     findings = [_sparsity(statistics), _alpha(statistics)]
     if scaling := statistics.info.get("length_scaling"):
         findings.append(Finding("length scaling", scaling))
-    findings += _positions(statistics)
-    findings += _roles(statistics)
-    findings += [
-        _dependency(statistics),
-        _alignment(statistics),
-        _diversity(statistics),
-        _importance(statistics),
-        _ambiguity(statistics),
-    ]
+    findings += [*_positions(statistics), *_roles(statistics)]
+    findings += [say(statistics) for say in (_dependency, _alignment, _diversity, _importance, _ambiguity)]
     return [finding for finding in findings if finding is not None]
 
 
@@ -79,29 +71,33 @@ def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Fin
     for site in first.sites:
         if site not in second.sites:
             continue
-        mine, other = first.sites[site], second.sites[site]
-        density = float(mine.density().nanmean()), float(other.density().nanmean())
-        diversity = float(mine.head_diversity().nanmean()), float(other.head_diversity().nanmean())
+        own = first.sites[site], second.sites[site]
+        density = [float(one.density().nanmean()) for one in own]
+        diversity = [float(one.head_diversity().nanmean()) for one in own]
         if any(map(math.isnan, density)):
             continue
-        text = f"{_SITE_PHRASES.get(site, site)}: {first.name} keeps {percent(density[0])} of the possible weights, "
+        text = f"{site_title(site)}: {first.name} keeps {percent(density[0])} of the possible weights, "
         text += f"{second.name} {percent(density[1])}"
         if not any(map(math.isnan, diversity)):
             text += f"; the heads of a layer differ by {diversity[0]:.2f} against {diversity[1]:.2f}"
             text += " (Jensen-Shannon divergence, units of log heads)"
-        findings.append(Finding(f"{_SHORT.get(site, site)} compared", text + "."))
-    counts = [sum(role is not None for _, role in _all_roles(model)) for model in (first, second)]
-    findings.append(
-        Finding(
-            "roles compared",
-            f"{counts[0]} of {first.num_heads} heads of {first.name} have a clear role, "
-            f"{counts[1]} of {second.num_heads} of {second.name}.",
-        )
-    )
-    return findings
+        findings.append(Finding(f"{_short(site)} compared", text + "."))
+    counts = [sum(role is not None for _, role in all_roles(model)) for model in (first, second)]
+    text = f"{counts[0]} of {first.num_heads} heads of {first.name} have a clear role, "
+    text += f"{counts[1]} of {second.num_heads} of {second.name}."
+    return [*findings, Finding("roles compared", text)]
 
 
-def _flat(statistics: AttentionStatistics, values: dict[str, Tensor]) -> list[tuple[float, HeadName]]:
+def all_roles(statistics: AttentionStatistics) -> list[tuple[HeadName, HeadRole | None]]:
+    """Every head of a model with the role that explains it best, if one does."""
+    result = []
+    for name, site in statistics.sites.items():
+        for layer, row in enumerate(site.best_roles()):
+            result += [((name, layer, head), role) for head, role in enumerate(row)]
+    return result
+
+
+def _flat(values: dict[str, Tensor]) -> list[tuple[float, HeadName]]:
     """All finite values with the names of their heads."""
     result = []
     for site, tensor in values.items():
@@ -111,14 +107,12 @@ def _flat(statistics: AttentionStatistics, values: dict[str, Tensor]) -> list[tu
 
 
 def _sparsity(statistics: AttentionStatistics) -> Finding | None:
-    flat = _flat(statistics, statistics.density)
+    flat = _flat(statistics.density)
     if not flat:
         return None
-    per_site = [
-        f"{_SHORT.get(site, site)} {percent(float(value.nanmean()))}" for site, value in statistics.density.items()
-    ]
+    per_site = [f"{_short(site)} {percent(float(value.nanmean()))}" for site, value in statistics.density.items()]
     mean = sum(value for value, _ in flat) / len(flat)
-    support = [value for value, _ in _flat(statistics, statistics.mean_support)]
+    support = [value for value, _ in _flat(statistics.mean_support)]
     text = f"{percent(mean)} of the possible weights are not zero"
     text += f" ({', '.join(per_site)})" if len(per_site) > 1 else ""
     text += f"; a query looks at {sum(support) / len(support):.1f} keys on average."
@@ -131,7 +125,7 @@ def _sparsity(statistics: AttentionStatistics) -> Finding | None:
 
 
 def _alpha(statistics: AttentionStatistics) -> Finding | None:
-    flat = _flat(statistics, statistics.alphas)
+    flat = _flat(statistics.alphas)
     if not flat:
         return None
     values = [value for value, _ in flat]
@@ -170,16 +164,8 @@ def _positions(statistics: AttentionStatistics) -> list[Finding]:
     return findings
 
 
-def _all_roles(statistics: AttentionStatistics) -> list[tuple[HeadName, HeadRole | None]]:
-    result = []
-    for name, site in statistics.sites.items():
-        for layer, row in enumerate(site.best_roles()):
-            result += [((name, layer, head), role) for head, role in enumerate(row)]
-    return result
-
-
 def _roles(statistics: AttentionStatistics) -> list[Finding]:
-    named = _all_roles(statistics)
+    named = all_roles(statistics)
     by_role: dict[tuple[str, bool], list[tuple[HeadRole, HeadName]]] = {}
     for name, role in named:
         if role is not None:
@@ -202,10 +188,7 @@ def _roles(statistics: AttentionStatistics) -> list[Finding]:
 
 
 def _dependency(statistics: AttentionStatistics) -> Finding | None:
-    found = {
-        name: site.dependency_accuracy() for name, site in statistics.sites.items() if "dependency_hits" in site.sums
-    }
-    flat = _flat(statistics, found)
+    flat = _flat({name: site.dependency_accuracy() for name, site in statistics.sites.items()})
     if not flat:
         return None
     best, where = max(flat)
@@ -221,13 +204,12 @@ def _alignment(statistics: AttentionStatistics) -> Finding | None:
     site = statistics.sites.get("cross")
     if site is None or "links" not in site.sums:
         return None
-    rates: list[tuple[float, str, str, HeadName]] = []
-    for method in ("argmax", "support"):
-        for step in ("output", "input"):
-            flat = _flat(statistics, {"cross": site.alignment_error_rate(method, step)})
-            if flat:
-                best, head = min(flat)
-                rates.append((best, method, step, head))
+    rates = [
+        (rate, method, step, head)
+        for method in ("argmax", "support")
+        for step in ("output", "input")
+        for rate, head in _flat({"cross": site.alignment_error_rate(method, step)})
+    ]
     if not rates:
         return None
     rate, method, step, where = min(rates)
@@ -244,16 +226,13 @@ def _diversity(statistics: AttentionStatistics) -> Finding | None:
     if len(entries) < 2:
         return None
     low, high = min(entries), max(entries)
-    return Finding(
-        "diversity",
-        f"Heads differ most in {_SHORT.get(high[1], high[1])} layer {high[2]} (Jensen-Shannon divergence, JS: {high[0]:.2f} of at most 1) "
-        f"and least in {_SHORT.get(low[1], low[1])} layer {low[2]} ({low[0]:.2f}).",
-    )
+    text = f"Heads differ most in {_short(high[1])} layer {high[2]} (Jensen-Shannon divergence, JS: {high[0]:.2f} of at most 1) "
+    return Finding("diversity", text + f"and least in {_short(low[1])} layer {low[2]} ({low[0]:.2f}).")
 
 
 def _importance(statistics: AttentionStatistics) -> Finding | None:
     for method in ("masking", "gradient"):
-        flat = _flat(statistics, statistics.importance.get(method, {}))
+        flat = _flat(statistics.importance.get(method, {}))
         if not flat:
             continue
         best, where = max(flat)
@@ -274,12 +253,8 @@ def _ambiguity(statistics: AttentionStatistics) -> Finding | None:
     for name, extremes in statistics.extremes.items():
         for layer, info in enumerate(statistics.sites[name].layers):
             for head in range(info.num_heads):
-                usable = [
-                    pair
-                    for pair in extremes.pairs(layer, head)
-                    if pair.length_class and pair.sparse_text and pair.dense_text
-                ]
-                pairs += [(pair.gap, name, pair) for pair in usable[:1]]
+                told = (p for p in extremes.pairs(layer, head) if p.length_class and p.sparse_text and p.dense_text)
+                pairs += [(pair.gap, name, pair) for pair in list(told)[:1]]
     if not pairs:
         return None
     gap, name, pair = max(pairs, key=lambda entry: entry[0])

@@ -8,11 +8,13 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from hf_entmax.analysis.plots.style import INK, finite
+from hf_entmax.analysis.metrics.roles import ROLE_NAMES
+from hf_entmax.analysis.plots.style import INK, finite, house_style
+from hf_entmax.analysis.report.findings import HeadName, all_roles, head_name
 from hf_entmax.analysis.report.payload import build_payload
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
@@ -69,64 +71,43 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
 
     main, several = models[0], len(models) > 1
     everyone: Any = list(models) if several else main
-    named = any(role for site in main.sites.values() for row in site.best_roles() for role in row)
+    named = any(role for _, role in all_roles(main))
     sparse = [any(bool((values < 1).any()) for values in model.density.values()) for model in models]
     alphas_differ = len({round(value, 6) for values in main.alphas.values() for value in finite(values)}) > 1
-    maps = _role_maps(main)
     about_roles = "The role that explains each head best; the stronger the colour, the better it does."
-    about_maps = "Heads with a clear role on one sentence; nonzero weights are outlined."
     about_positions = "Heads whose largest weight is at a fixed distance for most queries."
-    measured = main.importance.get
-    unit = "(nats per token)"
-    entries: list[tuple[Any, str, str, Callable[[], Any]]] = [
-        (named, "roles", about_roles, lambda: plots.head_roles(main)),
-        (several, "density-sites", "Mean density of each site.", lambda: plots.density_by_site(everyone)),
+    about_sorted = "Heads of each layer from the sparsest to the densest."
+    about_diversity = "How much the heads of a layer differ from one another."
+    about_masking, about_gradient = "What removing each head costs.", "How sensitive the loss is to each head."
+    about_maps = "Heads with a clear role on one sentence; nonzero weights are outlined."
+    masking, gradient = (main.importance.get(method) for method in ("masking", "gradient"))
+    maps = _role_maps(main)
+    entries: list[tuple[Any, ...]] = [  # whether it is wanted, identifier, caption, function and its arguments
+        (named, "roles", about_roles, plots.head_roles, main),
+        (several, "density-sites", "Mean density of each site.", plots.density_by_site, everyone),
+        (any(sparse), "density-histogram", "How dense the heads of each site are.", plots.density_histograms, everyone),
+        (sparse[0], "density-sorted", about_sorted, plots.sorted_density, main),
+        (True, "diversity", about_diversity, plots.head_diversity, everyone),
+        (alphas_differ, "alpha", "Learned alphas.", plots.alpha_histograms, main),
+        (alphas_differ, "alpha-density", "The larger alpha, the sparser the head.", plots.alpha_against_density, main),
+        (True, "positional", about_positions, plots.positional_heads, everyone),
+        (True, "distance", "Where the heads look that keep a distance.", plots.distance_profile, main),
         (
-            any(sparse),
-            "density-histogram",
-            "How dense the heads of each site are.",
-            lambda: plots.density_histograms(everyone),
-        ),
-        (
-            sparse[0],
-            "density-sorted",
-            "Heads of each layer from the sparsest to the densest.",
-            lambda: plots.sorted_density(main),
-        ),
-        (
-            True,
-            "diversity",
-            "How much the heads of a layer differ from one another.",
-            lambda: plots.head_diversity(everyone),
-        ),
-        (alphas_differ, "alpha", "Learned alphas.", lambda: plots.alpha_histograms(main)),
-        (
-            alphas_differ,
-            "alpha-density",
-            "The larger alpha, the sparser the head.",
-            lambda: plots.alpha_against_density(main),
-        ),
-        (True, "positional", about_positions, lambda: plots.positional_heads(everyone)),
-        (True, "distance", "Where the heads look that keep a distance.", lambda: plots.distance_profile(main)),
-        (
-            measured("masking"),
+            masking,
             "importance-masking",
-            "What removing each head costs.",
-            lambda: plots.head_importance(measured("masking"), f"loss increase {unit}"),
+            about_masking,
+            plots.head_importance,
+            masking,
+            "loss increase (nats per token)",
         ),
-        (
-            measured("gradient"),
-            "importance-gradient",
-            "How sensitive the loss is to each head.",
-            lambda: plots.head_importance(measured("gradient"), f"gradient {unit}"),
-        ),
-        (maps, "maps", about_maps, lambda: plots.attention_maps(maps)),
+        (gradient, "importance-gradient", about_gradient, plots.head_importance, gradient, "gradient (nats per token)"),
+        (maps, "maps", about_maps, plots.attention_maps, maps),
     ]
-    for wanted, identifier, caption, draw in entries:
+    for wanted, identifier, caption, draw, *arguments in entries:
         if not wanted:
             continue
         try:
-            figure = draw()
+            figure = draw(*arguments)
         except ValueError:  # nothing to draw: no self-attention, no profile, ...
             continue
         yield identifier, caption, to_svg(figure)
@@ -136,38 +117,24 @@ def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
     """The clearest head of each of the strongest roles, on the first example."""
     if not model.examples:
         return []
-    best: dict[str, tuple[float, str, int, int]] = {}
-    for site, value in model.sites.items():
-        for layer, row in enumerate(value.best_roles()):
-            for head, role in enumerate(row):
-                if (
-                    role is not None
-                    and site in model.examples[0].sites
-                    and role.strength > best.get(role.role, (0.0,))[0]
-                ):
-                    best[role.role] = (role.strength, site, layer, head)
-    from hf_entmax.analysis.metrics.roles import ROLE_NAMES
-    from hf_entmax.analysis.report.findings import head_name
-
+    sites = model.examples[0].sites
+    best: dict[str, tuple[float, HeadName]] = {}
+    for name, role in all_roles(model):
+        if role is not None and name[0] in sites and role.strength > best.get(role.role, (0.0,))[0]:
+            best[role.role] = (role.strength, name)
     maps = []
-    for role, (_, site, layer, head) in sorted(best.items(), key=lambda item: -item[1][0])[:limit]:
-        example = model.examples[0].sites[site]
-        if max(example.weights.shape[2:]) > 60:
-            continue
-        labels = [
-            [("-" if token.continues else "") + token.text for token in tokens]
-            for tokens in (example.queries, example.keys)
-        ]
-        maps.append(
-            (f"{head_name(site, layer, head)}: {ROLE_NAMES[role]}", example.weights[layer, head], labels[0], labels[1])
-        )
+    for role, (_, (site, layer, head)) in sorted(best.items(), key=lambda item: -item[1][0])[:limit]:
+        example = sites[site]
+        if max(example.weights.shape[2:]) <= 60:
+            tokens = (example.queries, example.keys)
+            labels = [[("-" if token.continues else "") + token.text for token in side] for side in tokens]
+            title = f"{head_name(site, layer, head)}: {ROLE_NAMES[role]}"
+            maps.append((title, example.weights[layer, head], *labels))
     return maps
 
 
 def to_svg(figure: Any) -> str:
     """Turns a matplotlib figure into SVG that follows the text colour of the page and needs no XML header."""
-    from hf_entmax.analysis.plots.style import house_style
-
     stream = io.StringIO()
     # "svg.fonttype" is read when the figure is saved: text stays text, in the fonts of the page.
     with warnings.catch_warnings(), house_style():

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_entmax.analysis.collecting.examples import Example, Token
-from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES
+from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES, HeadRole
 from hf_entmax.analysis.plots.style import SITE_COLOURS, SITE_NAMES
 from hf_entmax.analysis.report.findings import Finding, compare, head_name, summarize
 from hf_entmax.analysis.report.tables import head_rows, relation_rows, sentence_rows, site_rows
@@ -40,36 +40,29 @@ def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> 
 
 
 def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
-    profiles = {site: _rounded(value.distance_profile().tolist()) for site, value in model.sites.items()}
     ranked = {
-        site: [
-            [
-                _rounded([list(astuple(role)) for role in value.ranked_roles(layer, head)[:5]])
-                for head in range(info.num_heads)
-            ]
-            for layer, info in enumerate(value.layers)
-        ]
+        site: [[value.ranked_roles(layer, head)[:5] for head in range(info.num_heads)] for layer, info in enumerate(value.layers)]
         for site, value in model.sites.items()
-    }
-    return {
-        "name": model.name,
-        "sentences": model.num_sentences,
-        "tokens": model.num_tokens,
-        "scores": _rounded(model.scores),
-        "findings": [_finding(finding) for finding in summarize(model)],
-        "notes": model.notes,
+    }  # fmt: skip
+    baselines = {site: list(value.dependency_baseline()) for site, value in model.sites.items()}
+    return _rounded(
+        {
+            "name": model.name,
+            "sentences": model.num_sentences,
+            "tokens": model.num_tokens,
+            "scores": model.scores,
+            "findings": [_finding(finding) for finding in summarize(model)],
+            "notes": model.notes,
+            "heads": head_rows(model),
+            "sites": site_rows(model),
+            "relations": relation_rows(model),
+            "contrasts": sentence_rows(model, 12),
+            "profiles": {site: value.distance_profile().tolist() for site, value in model.sites.items()},
+            "ranked": ranked,
+        }
+    ) | {
         "info": model.info,
-        "heads": _rounded(head_rows(model)),
-        "sites": _rounded(site_rows(model)),
-        "relations": _rounded(relation_rows(model)),
-        "baselines": {
-            site: list(value.dependency_baseline())
-            for site, value in model.sites.items()
-            if "dependency_hits" in value.sums
-        },
-        "contrasts": _rounded(sentence_rows(model, 12)),
-        "profiles": profiles,
-        "ranked": ranked,
+        "baselines": {site: found for site, found in baselines.items() if not math.isnan(found[1])},
         "examples": pack_examples(model.examples, example_bytes),
     }
 
@@ -85,6 +78,8 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_rounded(entry) for entry in value]
+    if isinstance(value, HeadRole):
+        return _rounded(list(astuple(value)))
     return (round(value, _DIGITS) if math.isfinite(value) else None) if isinstance(value, float) else value
 
 

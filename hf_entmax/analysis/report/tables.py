@@ -50,17 +50,9 @@ def _heads(name: str, site: SiteStatistics) -> Iterator[tuple[Row, int, int]]:
 
 
 def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatistics) -> dict[str, Tensor]:
-    columns: dict[str, Tensor] = {}
-    if name in statistics.alphas:
-        columns["alpha"] = statistics.alphas[name]
-    columns |= {
-        "density": site.density(),
-        "mean_support": site.mean_support(),
-        "entropy": site.entropy(),
-        "max_weight": site.max_weight(),
-        "sentence_density_std": site.sentence_density_std(),
-        "mean_distance": site.mean_distance(),
-    }
+    columns = {"alpha": statistics.alphas[name]} if name in statistics.alphas else {}
+    plain = ("density", "mean_support", "entropy", "max_weight", "sentence_density_std", "mean_distance")
+    columns |= {what: getattr(site, what)() for what in plain}
     for offset, word in ((-1, "previous"), (0, "current"), (1, "next")):
         columns[f"confidence_{word}"] = site.positional_confidence(offset)
         if name != "cross":
@@ -141,20 +133,12 @@ def census_rows(statistics: AttentionStatistics) -> list[Row]:
     """One row per self-attention site and offset: how many heads are positional, and their median confidence."""
     rows = []
     for name, site in statistics.sites.items():
-        if name == "cross":
-            continue
-        for offset in (-1, 0, 1):
+        for offset in (-1, 0, 1) if name != "cross" else ():
             census = positional_census(site.positional_confidence(offset), site.positional_share(offset))
-            rows.append(
-                {
-                    "site": name,
-                    "offset": offset,
-                    "positional_heads": len(census["heads"]),
-                    "median_confidence": number(census["median"]),
-                    "median_confidence_all_heads": number(census["median_all"]),
-                    "heads": " ".join(f"{layer}.{head}" for layer, head in census["heads"]),
-                }
-            )
+            row = {"site": name, "offset": offset, "positional_heads": len(census["heads"])}
+            row |= {"median_confidence": number(census["median"])}
+            row |= {"median_confidence_all_heads": number(census["median_all"])}
+            rows.append(row | {"heads": " ".join(f"{layer}.{head}" for layer, head in census["heads"])})
     return rows
 
 
@@ -173,11 +157,10 @@ def distance_rows(statistics: AttentionStatistics) -> list[Row]:
     rows = []
     for name, site in statistics.sites.items():
         profile = site.distance_profile()
-        reach = site.max_distance
-        distances = ["-inf", *range(-reach, reach + 1), "inf"]
+        distances = ["-inf", *range(-site.max_distance, site.max_distance + 1), "inf"]
         for row, layer, head in _heads(name, site):
-            for distance, share in zip(distances, profile[layer, head].tolist(), strict=True):
-                rows.append(row | {"distance": distance, "mass": number(share)})
+            shares = zip(distances, map(number, profile[layer, head]), strict=True)
+            rows += [row | {"distance": distance, "mass": share} for distance, share in shares]
     return rows
 
 
@@ -185,17 +168,14 @@ def relation_rows(statistics: AttentionStatistics) -> list[Row]:
     """One row per dependency relation: how often it occurs and which head finds it best."""
     rows = []
     for name, site in statistics.sites.items():
-        if "relation_hits" not in site.sums:
-            continue
         accuracy = site.relation_accuracy()
         for place, (relation, count) in enumerate(zip(site.relations, site.relation_counts().tolist(), strict=True)):
-            if not count:
-                continue
-            flat = accuracy[..., place].nan_to_num(-1.0).flatten()
-            best = int(flat.argmax())
-            layer, head = divmod(best, site.num_heads)
-            row = {"site": name, "relation": relation, "count": int(count), "best_layer": layer, "best_head": head}
-            rows.append(row | {"accuracy": number(flat[best])})
+            if count:
+                flat = accuracy[..., place].nan_to_num(-1.0).flatten()
+                best = int(flat.argmax())
+                layer, head = divmod(best, site.num_heads)
+                row = {"site": name, "relation": relation, "count": int(count), "best_layer": layer, "best_head": head}
+                rows.append(row | {"accuracy": number(flat[best])})
     return rows
 
 
@@ -206,8 +186,8 @@ def sentence_rows(statistics: AttentionStatistics, limit: int = 200) -> list[Row
         for row, layer, head in _heads(name, statistics.sites[name]) if name in statistics.sites else ():
             for pair in extremes.pairs(layer, head):
                 longest = [*LENGTH_CLASSES[:-1], None][pair.length_class]
-                texts = {"sparse_density": pair.sparse_density, "sparse_text": pair.sparse_text}
-                texts |= {"dense_density": pair.dense_density, "dense_text": pair.dense_text}
+                names = ("sparse_density", "sparse_text", "dense_density", "dense_text")
+                texts = {what: getattr(pair, what) for what in names}
                 rows.append(row | {"gap": pair.gap, "longest": longest} | texts)
     # In the shortest sentences a single weight makes a great difference; they come last.
     return sorted(rows, key=lambda row: (row["longest"] == LENGTH_CLASSES[0], -row["gap"]))[:limit]
