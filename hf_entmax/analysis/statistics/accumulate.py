@@ -129,19 +129,16 @@ class SiteSums:
         counted = densities[has_pairs]
         self._add("sentence_density", row, counted.sum(0))
         self._add("sentence_density_sq", row, counted.square().sum(0))
-        bins = (counted * DENSITY_BINS).long().clamp(max=DENSITY_BINS - 1).T
-        histogram = torch.zeros(weights.shape[1], DENSITY_BINS, dtype=torch.float64, device=counted.device)
-        self._add("density_histogram", row, histogram.scatter_add_(1, bins, torch.ones_like(counted.T)))
+        self._add("density_histogram", row, _histogram(counted.T, DENSITY_BINS))
         return densities.masked_fill(~has_pairs.unsqueeze(-1), math.nan)
 
     def _position(self, row: int, weights: HeadWeights, context: SiteContext) -> None:
-        num_heads, num_queries, num_keys = weights.shape[1:]
         # Left padding that differs between source and target: every sentence has its own zero.
         mass, distances = weights.offset_sums(None if context.aligned else context.shift)
         self._add("distance", row, fold_distances(mass, distances, self.options.max_distance))
         self._add("mass", row, mass.sum(-1))
         self._add("absolute_distance", row, (mass * distances.abs()).sum(-1))
-        if context.site == "cross" or num_queries != num_keys:
+        if context.site == "cross" or weights.shape[2] != weights.shape[3]:
             return
         argmax = weights.row_argmax()
         hits, counts, histograms = [], [], []
@@ -150,9 +147,7 @@ class SiteSums:
             hits.append(argmax_counts(argmax, context.pairs, offset).sum(0))
             counts.append(exists.sum().double())
             confidence = weights.diagonal(offset).transpose(0, 1).flatten(1)
-            bins = (confidence * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
-            histogram = torch.zeros(num_heads, CONFIDENCE_BINS, dtype=torch.float64, device=confidence.device)
-            histograms.append(histogram.scatter_add_(1, bins, exists.flatten().double().expand_as(confidence)))
+            histograms.append(_histogram(confidence, CONFIDENCE_BINS, exists.flatten().double().expand_as(confidence)))
         self._add("argmax_hits", row, torch.stack(hits, -1))
         self._add("argmax_queries", row, torch.stack(counts, -1))
         self._add("confidence_histogram", row, torch.stack(histograms, 1))
@@ -180,32 +175,31 @@ class SiteSums:
         self._add("relation_words", row, _by_relation(counted.unsqueeze(1), relations, self.options.num_relations)[0])
         distance = self.options.max_distance
         offsets = (heads - steps).clamp(-distance - 1, distance + 1) + distance + 1
-        histogram = torch.zeros(2 * distance + 3, dtype=torch.float64, device=heads.device)
-        self._add(
-            "dependency_offsets",
-            row,
-            histogram.index_add_(0, offsets[counted], torch.ones_like(offsets[counted]).double()),
-        )
+        self._add("dependency_offsets", row, torch.bincount(offsets[counted], minlength=2 * distance + 3))
 
     def _alignment(
         self, row: int, weights: HeadWeights, gold: tuple[dict[str, Tensor], Tensor, Tensor, Tensor]
     ) -> None:
         steps, source, sure, possible = gold
-        cells: list[list[tuple[Tensor, ...]]] = []
-        num_sure = []
+        cells = []
         for step in ALIGNMENT_STEPS:
             attention = mean_between_words(weights, steps[step], source, sure.shape[1], sure.shape[2])
-            per_method = []
             for method in ALIGNMENT_METHODS:
                 threshold = self.options.alignment_threshold if method == "threshold" else None
                 counts = alignment_counts(alignment_links(attention, method, threshold), sure, possible)
-                per_method.append(tuple(value.sum(0) for value in counts))
-            cells.append(per_method)
-            num_sure.append(sure.sum().double())
-        for place, name in enumerate(("links_sure", "links_possible", "links")):
-            table = torch.stack([torch.stack([cell[place] for cell in per_method], -1) for per_method in cells], 1)
+                cells.append(torch.stack([value.sum(0) for value in counts[:3]]))
+        shape = (len(ALIGNMENT_STEPS), len(ALIGNMENT_METHODS))
+        tables = torch.stack(cells, -1).unflatten(-1, shape)  # [3, H, steps, methods]
+        for name, table in zip(("links_sure", "links_possible", "links"), tables, strict=True):
             self._add(name, row, table)
-        self._add("sure", row, torch.stack(num_sure))
+        self._add("sure", row, sure.sum().expand(len(ALIGNMENT_STEPS)))
+
+
+def _histogram(shares: Tensor, bins: int, weights: Tensor | None = None) -> Tensor:
+    """Counts shares in [0, 1], or adds up their weights, by bins of even width: [H, n] to float64 [H, bins]."""
+    places = (shares * bins).long().clamp(0, bins - 1)
+    counts = torch.zeros(shares.shape[0], bins, dtype=torch.float64, device=shares.device)
+    return counts.scatter_add_(1, places, torch.ones_like(shares, dtype=torch.float64) if weights is None else weights)
 
 
 def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import HeadWeights
+from hf_entmax.analysis.metrics.forms import HeadWeights, word_indicator
 from hf_entmax.analysis.metrics.roles import (
     ALIGNMENT_ROLES,
     DEPENDENCY_ROLES,
@@ -122,8 +122,8 @@ def build_context(
     pairs = query_mask.unsqueeze(-1) & key_mask.unsqueeze(-2)
     if site == "decoder_self":
         pairs = pairs.tril(num_keys - num_queries)
-    first_key, first_query = _first(key_mask), _first(query_mask)
-    shift = first_query - first_key
+    first_key = key_mask.long().argmax(dim=1)
+    shift = query_mask.long().argmax(dim=1) - first_key
     if site != "cross":
         shift = torch.full_like(shift, num_queries - num_keys)
     context = SiteContext(
@@ -159,14 +159,9 @@ def _fit(mask: Tensor | None, shape: tuple[int, int], info: BatchInfo, what: str
     return torch.ones(shape, dtype=torch.bool, device=device)
 
 
-def _first(mask: Tensor) -> Tensor:
-    return mask.long().argmax(dim=1)
-
-
 def _words(site: str, ids: Tensor, mask: Tensor, info: BatchInfo, table: TokenTable | None) -> Tensor | None:
-    given = info.annotations.get(
-        "decoder_word_ids" if info.decoder_ids is not None and site == "decoder_self" else "word_ids"
-    )
+    of_decoder = info.decoder_ids is not None and site == "decoder_self"
+    given = info.annotations.get("decoder_word_ids" if of_decoder else "word_ids")
     if given is not None:
         if tuple(given.shape) != tuple(ids.shape):
             raise ValueError(f"word_ids has shape {list(given.shape)}; this batch needs {list(ids.shape)}.")
@@ -245,9 +240,6 @@ def _add_alignment(context: SiteContext, info: BatchInfo, num_queries: int) -> N
     context.alignment = (steps, source, sure, possible)
     targets = []
     for step in ALIGNMENT_STEPS:
-        rows = torch.nn.functional.one_hot((steps[step] + 1).clamp(max=sure.shape[1]), sure.shape[1] + 1)[
-            ..., 1:
-        ].float()
-        columns = torch.nn.functional.one_hot((source + 1).clamp(max=sure.shape[2]), sure.shape[2] + 1)[..., 1:].float()
+        rows, columns = word_indicator(steps[step], sure.shape[1]), word_indicator(source, sure.shape[2])
         targets.append(context.pairs & ((rows @ possible.float() @ columns.transpose(1, 2)) > 0))
     context.alignment_roles = RoleTargets.build(ALIGNMENT_ROLES, targets, context.pairs)

@@ -19,6 +19,12 @@ from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 #: Order in which sites are reported.
 SITES = ("encoder_self", "cross", "decoder_self")
 _FORMAT = 1
+#: Fields that are saved as they are.
+_PLAIN = ("name", "num_sentences", "num_tokens", "notes", "info", "scores")
+
+
+def _by_site(read: Callable[[SiteStatistics], Tensor], meaning: str) -> property:
+    return property(lambda self: {name: read(site) for name, site in self.sites.items()}, doc=meaning)
 
 
 @dataclass
@@ -55,42 +61,24 @@ class AttentionStatistics:
     info: dict[str, Any] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
 
-    def _map(self, read: Callable[[SiteStatistics], Tensor]) -> dict[str, Tensor]:
-        return {site: read(statistics) for site, statistics in self.sites.items()}
-
-    @property
-    def density(self) -> dict[str, Tensor]:
-        """Density by site, [layers, heads]."""
-        return self._map(SiteStatistics.density)
-
-    @property
-    def mean_support(self) -> dict[str, Tensor]:
-        """Mean number of nonzero weights per query by site, [layers, heads]."""
-        return self._map(SiteStatistics.mean_support)
-
-    @property
-    def entropy(self) -> dict[str, Tensor]:
-        """Mean entropy by site in nats, [layers, heads]."""
-        return self._map(SiteStatistics.entropy)
-
-    @property
-    def max_weight(self) -> dict[str, Tensor]:
-        """Mean largest weight by site, [layers, heads]."""
-        return self._map(SiteStatistics.max_weight)
-
-    @property
-    def head_diversity(self) -> dict[str, Tensor]:
-        """Jensen-Shannon divergence between heads by site in units of log(heads), [layers]."""
-        return self._map(SiteStatistics.head_diversity)
-
-    @property
-    def head_diversity_nats(self) -> dict[str, Tensor]:
-        """Jensen-Shannon divergence between heads by site in nats, [layers]."""
-        return self._map(lambda site: site.head_diversity(normalize=False))
+    density = _by_site(SiteStatistics.density, "Density by site, [layers, heads].")
+    mean_support = _by_site(
+        SiteStatistics.mean_support, "Mean number of nonzero weights per query by site, [layers, heads]."
+    )
+    entropy = _by_site(SiteStatistics.entropy, "Mean entropy by site in nats, [layers, heads].")
+    max_weight = _by_site(SiteStatistics.max_weight, "Mean largest weight by site, [layers, heads].")
+    head_diversity = _by_site(
+        SiteStatistics.head_diversity,
+        "Jensen-Shannon divergence between heads by site in units of log(heads), [layers].",
+    )
+    head_diversity_nats = _by_site(
+        lambda site: site.head_diversity(normalize=False),
+        "Jensen-Shannon divergence between heads by site in nats, [layers].",
+    )
 
     def positional_confidence(self, offset: int = -1) -> dict[str, Tensor]:
         """Mean weight at offset -1, 0 or +1 by site, [layers, heads]."""
-        return self._map(lambda site: site.positional_confidence(offset))
+        return {name: site.positional_confidence(offset) for name, site in self.sites.items()}
 
     @property
     def num_heads(self) -> int:
@@ -145,12 +133,7 @@ class AttentionStatistics:
             tensors |= {f"extremes/{name}/values": extremes.values, f"extremes/{name}/indices": extremes.indices}
         header = {
             "format": _FORMAT,
-            "name": self.name,
-            "num_sentences": self.num_sentences,
-            "num_tokens": self.num_tokens,
-            "notes": self.notes,
-            "info": self.info,
-            "scores": self.scores,
+            **{name: getattr(self, name) for name in _PLAIN},
             "sites": {
                 name: {
                     "layers": [dataclasses.asdict(layer) for layer in site.layers],
@@ -192,14 +175,7 @@ class AttentionStatistics:
             raise ValueError(
                 f"{path}: written in format {header['format']}, this version reads up to {_FORMAT}. Update hf_entmax."
             )
-        result = cls(
-            name=header["name"],
-            num_sentences=header["num_sentences"],
-            num_tokens=header["num_tokens"],
-            notes=header["notes"],
-            info=header["info"],
-            scores=header.get("scores", {}),
-        )
+        result = cls(**{name: header[name] for name in _PLAIN if name in header})  # older files have no scores
         for name, site in header["sites"].items():
             prefix = f"sums/{name}/"
             sums = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -213,9 +189,8 @@ class AttentionStatistics:
                 result.importance.setdefault(rest[0], {})[rest[1]] = value
         for name, texts in header["sentences"].items():
             values, indices = tensors[f"extremes/{name}/values"], tensors[f"extremes/{name}/indices"]
-            result.extremes[name] = SentenceExtremes.restore(
-                values, indices, {int(key): text for key, text in texts.items()}
-            )
+            numbered = {int(key): text for key, text in texts.items()}
+            result.extremes[name] = SentenceExtremes.restore(values, indices, numbered)
         return result
 
 

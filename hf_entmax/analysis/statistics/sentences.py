@@ -120,17 +120,7 @@ class SentenceExtremes:
             dense, sparse = (int(self.indices[side, layer, head, length_class, 0]) for side in (0, 1))
             if dense < 0 or sparse < 0 or dense == sparse:
                 continue
-            result.append(
-                SentencePair(
-                    layer=layer,
-                    head=head,
-                    sparse=sparse,
-                    sparse_density=-float(self.values[1, layer, head, length_class, 0]),
-                    sparse_text=self.texts.get(sparse, ""),
-                    dense=dense,
-                    dense_density=float(self.values[0, layer, head, length_class, 0]),
-                    dense_text=self.texts.get(dense, ""),
-                    length_class=length_class,
-                )
-            )
+            high, low = self.values[:, layer, head, length_class, 0].tolist()
+            texts = self.texts.get(sparse, ""), self.texts.get(dense, "")
+            result.append(SentencePair(layer, head, sparse, -low, texts[0], dense, high, texts[1], length_class))
         return sorted(result, key=lambda pair: -pair.gap)

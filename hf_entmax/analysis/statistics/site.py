@@ -123,17 +123,13 @@ class SiteStatistics:
         if "divergence" not in self.sums:
             return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
         nats = (self.sums["divergence"] / self.sums["divergence_queries"]).clamp(min=0.0)
-        return torch.stack(
-            [
-                normalize_divergence(value, layer.num_heads, normalize)
-                for value, layer in zip(nats, self.layers, strict=True)
-            ]
-        )
+        pairs = zip(nats, self.layers, strict=True)
+        return torch.stack([normalize_divergence(value, layer.num_heads, normalize) for value, layer in pairs])
 
     def positional_confidence(self, offset: int = -1) -> Tensor:
         """Mean weight at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_confidence`."""
         if "argmax_queries" not in self.sums:
-            return self.role_scores().get(_offset_role(offset), (self._nan(),))[0]
+            return self._role_score(_offset_role(offset))
         mass = self.sums["distance"][..., self.max_distance + 1 + offset]
         return self._mask(mass / self.sums["argmax_queries"][:, None, OFFSETS.index(offset)])
 
@@ -167,13 +163,13 @@ class SiteStatistics:
 
     def interrogation(self) -> Tensor:
         """Mean weight on the final question mark from words that ask; see :func:`hf_entmax.analysis.interrogation`."""
-        return self.role_scores().get("question", (self._nan(),))[0]
+        return self._role_score("question")
 
     def sink_mass(self, kind: str = "special") -> Tensor:
         """Mean mass on "special" tokens, the "first" token (from the others) or "punctuation"; see :func:`hf_entmax.analysis.sink_mass`."""
         if kind not in ("special", "first", "punctuation"):
             raise ValueError(f"kind is {kind!r}; allowed are 'special', 'first' and 'punctuation'.")
-        return self.role_scores().get(kind, (self._nan(),))[0]
+        return self._role_score(kind)
 
     def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
         """Fraction of words whose largest weight is on the gold head; see :func:`hf_entmax.analysis.dependency_accuracy`."""
@@ -233,14 +229,14 @@ class SiteStatistics:
         on_sure, on_possible, links, sure = counts
         return self._mask(on_possible / links), self._mask(on_sure / sure)
 
+    def _role_score(self, role: str) -> Tensor:
+        return self.role_scores().get(role, (self._nan(),))[0]
+
     def role_scores(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """``{role: (score [layers, heads], chance [layers], queries [layers])}`` of all roles measured."""
         result = {}
-        for prefix, names in (
-            ("role", TEXT_ROLES),
-            ("dependency_role", DEPENDENCY_ROLES),
-            ("alignment_role", ALIGNMENT_ROLES),
-        ):
+        roles = {"role": TEXT_ROLES, "dependency_role": DEPENDENCY_ROLES, "alignment_role": ALIGNMENT_ROLES}
+        for prefix, names in roles.items():
             if f"{prefix}_mass" not in self.sums:
                 continue
             mass, queries, chance = (self.sums[f"{prefix}_{part}"] for part in ("mass", "queries", "chance"))
@@ -255,9 +251,8 @@ class SiteStatistics:
         for name, (score, chance, queries) in self.role_scores().items():
             value = strength(score[layer, head], chance[layer])
             if queries[layer] > 0 and not bool(value.isnan()):
-                roles.append(
-                    HeadRole(name, float(score[layer, head]), float(chance[layer]), float(value), int(queries[layer]))
-                )
+                numbers = float(score[layer, head]), float(chance[layer]), float(value)
+                roles.append(HeadRole(name, *numbers, int(queries[layer])))
         return sorted(roles, key=lambda role: -role.strength)
 
     def best_roles(self, min_strength: float = 0.5, min_evidence: int = 5) -> list[list[HeadRole | None]]:
