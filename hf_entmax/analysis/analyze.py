@@ -18,7 +18,7 @@ from hf_entmax.analysis.reading.encode import Encoder
 from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS
 from hf_entmax.analysis.report import write_report
 from hf_entmax.analysis.statistics.result import AttentionStatistics
-from hf_entmax.batches.prepare import check_vocabulary, vocabulary_size
+from hf_entmax.batches.prepare import vocabulary_size
 
 #: Task -> the Auto class that loads it.
 TASKS = {
@@ -56,12 +56,6 @@ class Analysis:
     statistics: list[AttentionStatistics]
     report: Path | None
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Gold:
-    sentences: list[DependencySentence] = field(default_factory=list)
-    pairs: list[AlignedPair] = field(default_factory=list)
 
 
 def analyze(
@@ -146,13 +140,26 @@ def analyze(
         if warn is not None and accelerator.is_main_process:
             warn(text)
 
-    gold = _read_gold(conllu, alignments, max_sentences, report_problem)
-    records = _records(data, gold, source_column, target_column, split, dataset_config, max_sentences)
+    sentences = _read_gold(read_conllu, conllu, max_sentences, "dependencies", report_problem)
+    pairs = _read_gold(read_alignments, alignments, max_sentences, "alignments", report_problem)
+    if data is not None:
+        columns = {"source_column": source_column, "target_column": target_column}
+        records = read_data(data, **columns, split=split, dataset_config=dataset_config, limit=max_sentences)
+    else:
+        records = [TextRecord(" ".join(pair.source), " ".join(pair.target)) for pair in pairs]
+        records = records or [TextRecord(sentence.text) for sentence in sentences]
+    if not records:
+        raise ValueError(
+            "there is no text to analyse: pass data (a file or a Hub data set), or a readable treebank or alignment file."
+        )
     statistics = []
     for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
         loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
         run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
-        statistics.append(run.measure(records, gold, importance, importance_sentences, num_examples))
+        statistics.append(run.measure(records, sentences, pairs))
+        run.measure_importance(statistics[-1], records[:importance_sentences], importance)
+        if num_examples and accelerator.is_main_process:
+            statistics[-1].examples = run.examples(records, num_examples)
         del loaded, run
     path = None
     if accelerator.is_main_process:
@@ -166,83 +173,74 @@ def analyze(
     return Analysis(statistics, path, problems)
 
 
+@dataclass
 class _Run:
     """The analysis of one model."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        name: str,
-        accelerator: Any,
-        warn: Callable[[str], None],
-        language: str,
-        batch_size: int,
-        max_length: int | None,
-        progress: bool,
-    ) -> None:
-        self.model, self.tokenizer, self.name, self.accelerator = model, tokenizer, name, accelerator
-        self.warn, self.batch_size, self.max_length, self.progress = warn, batch_size, max_length, progress
-        self.options: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "accelerator": accelerator,
-            "interrogatives": INTERROGATIVE_WORDS[language],
-            "progress": progress,
-            "on_error": "skip",
-            "name": name,
-        }
-        size = vocabulary_size(model)
-        if size is not None and len(tokenizer) > size:
+    model: Any
+    tokenizer: Any
+    name: str
+    accelerator: Any
+    warn: Callable[[str], None]
+    language: str
+    batch_size: int
+    max_length: int | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.shared: dict[str, Any] = {"accelerator": self.accelerator, "progress": self.progress}
+        self.sites: tuple[str, ...] | None = None
+        size = vocabulary_size(self.model)
+        if size is not None and len(self.tokenizer) > size:
             self.warn(
-                f"{name}: the tokenizer has {len(tokenizer)} entries, the model's embedding only {size}; "
+                f"{self.name}: the tokenizer has {len(self.tokenizer)} entries, the model's embedding only {size}; "
                 "sentences with ids beyond it are left out."
             )
 
     def encoder(self) -> Encoder:
         return Encoder(self.model, self.tokenizer, self.batch_size, self.max_length)
 
+    def total(self, items: Sequence[Any]) -> int:
+        """Number of batches."""
+        return -(-len(items) // self.batch_size)
+
+    def collect(self, batches: Any, items: Sequence[Any], what: str = "", **options: Any) -> AttentionStatistics:
+        options |= {"tokenizer": self.tokenizer, "interrogatives": INTERROGATIVE_WORDS[self.language]}
+        name = f"{self.name} ({what})" if what else self.name
+        return collect(
+            self.model, batches, total=self.total(items), on_error="skip", name=name, **self.shared, **options
+        )
+
     def measure(
-        self, records: list[TextRecord], gold: _Gold, importance: str, importance_sentences: int, num_examples: int
+        self, records: list[TextRecord], sentences: list[DependencySentence], pairs: list[AlignedPair]
     ) -> AttentionStatistics:
         encoder = self.encoder()
-        paired = all(record.target is not None for record in records)
-        sites = ("encoder_self",) if encoder.encoder_decoder and not paired else None
-        statistics = collect(
-            self.model, encoder.texts(records), sites=sites, total=-(-len(records) // self.batch_size), **self.options
-        )
+        if encoder.encoder_decoder and any(record.target is None for record in records):
+            self.sites = ("encoder_self",)
+        statistics = self.collect(encoder.texts(records), records, sites=self.sites)
         for note in statistics.notes:
             self.warn(f"{self.name}: {note}")
         statistics.notes += encoder.remarks()
-        if sites is not None:
+        if self.sites is not None:
             statistics.notes.append(
                 "The data have no target sentences: cross-attention and decoder self-attention are left out."
             )
-        sites_of_gold = ("encoder_self",) if encoder.encoder_decoder else None
-        if gold.sentences:
-            self._gold(statistics, "dependency", "treebank", Encoder.dependencies, gold.sentences, sites_of_gold)
-        if gold.pairs and not encoder.encoder_decoder:
+        if sentences:
+            sites = ("encoder_self",) if encoder.encoder_decoder else None
+            self._gold(statistics, "dependency", "treebank", Encoder.dependencies, sentences, sites)
+        if pairs and not encoder.encoder_decoder:
             kind = type(self.model).__name__
             self.warn(f"{self.name}: word alignments need cross-attention, which {kind} does not have.")
-        elif gold.pairs:
-            self._gold(statistics, "alignment", "alignments", Encoder.alignments, gold.pairs, ("cross",))
-        self._importance(statistics, records[:importance_sentences], importance, paired)
-        if num_examples and self.accelerator.is_main_process:
-            statistics.examples = self._examples(records, num_examples, sites)
+        elif pairs:
+            self._gold(statistics, "alignment", "alignments", Encoder.alignments, pairs, ("cross",))
         return statistics
 
     def _gold(
-        self,
-        statistics: AttentionStatistics,
-        group: str,
-        what: str,
-        encode: Callable[..., Any],
-        gold: list[Any],
-        sites: Any,
+        self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: list[Any], sites: Any
     ) -> None:
         encoder = self.encoder()
-        options: dict[str, Any] = self.options | {"name": f"{self.name} ({what})", "groups": (group,), "sites": sites}
         try:
-            found = collect(self.model, encode(encoder, gold), total=-(-len(gold) // self.batch_size), **options)
+            found = self.collect(encode(encoder, gold), gold, what, groups=(group,), sites=sites)
         except ValueError as error:  # an AnalysisError is one
             self.warn(f"{self.name}: the {what} could not be used: {error}")
             statistics.notes.append(f"The {what} could not be used: {error}")
@@ -250,24 +248,20 @@ class _Run:
         found.notes += encoder.remarks(what)
         statistics.update(found)
 
-    def _importance(
-        self, statistics: AttentionStatistics, records: list[TextRecord], importance: str, paired: bool
-    ) -> None:
-        methods = {"none": (), "both": ("masking", "gradient")}.get(importance, (importance,))
-        encoder = self.encoder()
-        if methods and encoder.encoder_decoder and not paired:
+    def measure_importance(self, statistics: AttentionStatistics, records: list[TextRecord], importance: str) -> None:
+        methods: Any = {"none": (), "both": ("masking", "gradient")}.get(importance, (importance,))
+        if methods and self.sites is not None:
             statistics.notes.append("Head importance needs target sentences and was left out.")
             return
         for method in methods:
-            options = {"method": method, "accelerator": self.accelerator, "progress": self.progress}
             try:
                 batches = self.encoder().texts(records, labels=True)
-                total = -(-len(records) // self.batch_size)
-                statistics.importance[method] = head_importance(self.model, batches, total=total, **options)
+                found = head_importance(self.model, batches, method=method, total=self.total(records), **self.shared)
+                statistics.importance[method] = found
             except (ValueError, RuntimeError, TypeError) as error:
                 statistics.notes.append(f"Head importance ({method}) was left out: {error}")
 
-    def _examples(self, records: list[TextRecord], limit: int, sites: Any) -> list[Any]:
+    def examples(self, records: list[TextRecord], limit: int) -> list[Any]:
         encoder = Encoder(self.model, self.tokenizer, 1, self.max_length)
         chosen = _varied(records, limit * 8)
         try:
@@ -276,8 +270,8 @@ class _Run:
             self.warn(f"{self.name}: no sentence could be kept for the viewer: {error}")
             return []
         for example in examples:
-            if sites is not None:
-                example.sites = {name: site for name, site in example.sites.items() if name in sites}
+            if self.sites is not None:
+                example.sites = {name: site for name, site in example.sites.items() if name in self.sites}
                 example.target = ""
         return examples
 
@@ -307,45 +301,21 @@ def _check_options(
         raise ValueError(f"num_examples is {num_examples}; it must be at least 0.")
 
 
-def _read_gold(conllu: Any, alignments: Any, limit: int, warn: Callable[[str], None]) -> _Gold:
-    gold = _Gold()
-    for path, read, place, what in (
-        (conllu, read_conllu, "sentences", "dependencies"),
-        (alignments, read_alignments, "pairs", "alignments"),
-    ):
-        try:
-            setattr(gold, place, [] if path is None else read(path)[:limit])
-        except ValueError as error:
-            warn(f"{error} Statistics of {what} are left out.")
-    return gold
-
-
-def _records(
-    data: Any, gold: _Gold, source: str | None, target: str | None, split: str | None, config: str | None, limit: int
-) -> list[TextRecord]:
-    if data is not None:
-        return read_data(
-            data, source_column=source, target_column=target, split=split, dataset_config=config, limit=limit
-        )
-    if gold.pairs:
-        return [TextRecord(" ".join(pair.source), " ".join(pair.target)) for pair in gold.pairs]
-    if gold.sentences:
-        return [TextRecord(sentence.text) for sentence in gold.sentences]
-    raise ValueError(
-        "there is no text to analyse: pass data (a file or a Hub data set), or a readable treebank or alignment file."
-    )
+def _read_gold(read: Callable[[Any], list[Any]], path: Any, limit: int, what: str, warn: Callable[[str], None]) -> list:
+    try:
+        return [] if path is None else read(path)[:limit]
+    except ValueError as error:
+        warn(f"{error} Statistics of {what} are left out.")
+        return []
 
 
 def infer_task(config: Any) -> str:
     """The task a configuration was saved for: from its architecture, else from its kind."""
-    names = getattr(config, "architectures", None) or []
-    for name in names:
+    for name in getattr(config, "architectures", None) or []:
         for part, task in _TASK_OF_CLASS:
             if name.endswith(part):
                 return task
-    if getattr(config, "is_encoder_decoder", False):
-        return "seq2seq"
-    return "feature-extraction"
+    return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "feature-extraction"
 
 
 def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[Any, Any]:
@@ -402,6 +372,3 @@ def _path_ends(entries: Sequence[Any]) -> list[str]:
     candidates = [[str(Path(*part[-length:])) for part in parts] for length in lengths]
     ends = next(ends for ends in candidates if len(set(ends)) == len(set(parts)))
     return [end if end not in ends[:i] else f"{end} ({ends[: i + 1].count(end)})" for i, end in enumerate(ends)]
-
-
-__all__ = ["TASKS", "Analysis", "analyze", "check_vocabulary", "infer_task"]

@@ -124,23 +124,18 @@ def collect(
             "pass the DataLoader as it was before accelerator.prepare: collect shards it itself, without repeated samples."
         )
     table, notes = _table(tokenizer)
-    stream = iter(_with_progress(batches, progress and rank == 0, total, name))
+    bar = f"attention of {name}" if name else "attention"
     collector: _Collector | None = None
     error: Exception | None = None
     first_index = 0
     with evaluation_mode(model), torch.no_grad():
-        for number, batch in enumerate(stream):
+        for number, batch in enumerate(with_progress(batches, progress and rank == 0, total, bar)):
             size = _batch_size(batch)
             if collector is None:
-                wanted = _wanted_groups(groups, batch, table)
-                collector = _Collector(
-                    model,
-                    SumOptions(wanted, max_distance, len(UNIVERSAL_RELATIONS), alignment_threshold, density_threshold),
-                    _present_sites(model, sites),
-                    table,
-                    tokenizer,
-                    tuple(interrogatives),
-                )
+                wanted, relations = _wanted_groups(groups, batch, table), len(UNIVERSAL_RELATIONS)
+                options = SumOptions(wanted, max_distance, relations, alignment_threshold, density_threshold)
+                present = _present_sites(model, sites)
+                collector = _Collector(model, options, present, table, tokenizer, tuple(interrogatives))
             if number % world == rank:
                 try:
                     collector.run(batch, first_index)
@@ -194,9 +189,7 @@ class _Collector:
             site: [LayerInfo(module.name, place, module.num_heads) for place, module in enumerate(modules)]
             for site, modules in self.modules.items()
         }
-        self.rows = {
-            (module.name, 0): place for modules in self.modules.values() for place, module in enumerate(modules)
-        }
+        self.rows = {(layer.name, 0): layer.layer for layers in self.layers.values() for layer in layers}
         self.extremes: dict[str, SentenceExtremes] = {}
         self.num_sentences = 0
         self.num_tokens: Counter[str] = Counter()
@@ -208,7 +201,6 @@ class _Collector:
         info = prepare_batch(self.model, batch)
         contexts: dict[tuple[str, int, int, int], SiteContext] = {}
         densities: dict[str, dict[int, Tensor]] = {}
-        pending: list[tuple[str, int, SiteContext, Tensor | None]] = []
 
         def observer(call: AttentionCall) -> None:
             module, weights = call.site, call.weights
@@ -220,19 +212,16 @@ class _Collector:
             shape = (weights.shape[0], weights.shape[2], weights.shape[3])
             key = (module.site, *shape)
             if key not in contexts:
-                contexts[key] = build_context(
-                    module.site, shape, info, self.options.groups, self.table, self.interrogatives
-                )
+                groups = self.options.groups
+                contexts[key] = build_context(module.site, shape, info, groups, self.table, self.interrogatives)
             density = self.sums[module.site].update(row, weights, contexts[key])
-            pending.append((module.site, row, contexts[key], density))
+            if density is not None and contexts[key].per_sentence:
+                densities.setdefault(module.site, {})[row] = density
 
         with observe_attention(self.model, observer, sparse=True):
             self.model(**info.inputs)
-        if not pending:
+        if not contexts:
             raise ValueError("the model ran without calling any attention module of the sites asked for.")
-        for site, row, context, density in pending:
-            if density is not None and context.per_sentence:
-                densities.setdefault(site, {})[row] = density
         for site, context in {context.site: context for context in contexts.values()}.items():
             self.num_tokens[site] += int(context.query_counts.sum())
         self.num_sentences += info.size
@@ -284,25 +273,20 @@ class _Collector:
     def finish(self, name: str, notes: list[str]) -> AttentionStatistics:
         """Brings the sums to the CPU and gives them their meaning."""
         self._prune()
-        for site, extremes in self.extremes.items():
-            remembered = self._remembered.get(site, {})
-            extremes.texts = {
-                key: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for key, ids in remembered.items()
+        for site, remembered in self._remembered.items():
+            decoded = {
+                i: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for i, ids in remembered.items()
             }
-        statistics = AttentionStatistics(
-            name=name, num_sentences=self.num_sentences, num_tokens=dict(self.num_tokens), notes=notes
-        )
-        order = [site for site in SITES if site in self.sums] + [site for site in self.sums if site not in SITES]
-        for site in order:
-            sums = self.sums[site].finished()
-            relations = UNIVERSAL_RELATIONS if "dependency" in self.options.groups else ()
-            statistics.sites[site] = SiteStatistics(
-                site, list(self.layers[site]), sums, self.options.max_distance, relations
-            )
-        statistics.extremes = dict(self.extremes)
-        statistics.alphas = _alphas(self.model, self.layers)
-        statistics.info = {"groups": sorted(self.options.groups), "density_threshold": self.options.density_threshold}
-        statistics.info["alignment_threshold"] = self.options.alignment_threshold
+            self.extremes[site].texts = decoded
+        options = self.options
+        relations = UNIVERSAL_RELATIONS if "dependency" in options.groups else ()
+        statistics = AttentionStatistics(name, {}, _alphas(self.model, self.layers), self.num_sentences, notes=notes)
+        for site in [site for site in SITES if site in self.sums]:
+            sums, layers = self.sums[site].finished(), list(self.layers[site])
+            statistics.sites[site] = SiteStatistics(site, layers, sums, options.max_distance, relations)
+        statistics.num_tokens, statistics.extremes = dict(self.num_tokens), dict(self.extremes)
+        thresholds = {what: getattr(options, what) for what in ("density_threshold", "alignment_threshold")}
+        statistics.info = {"groups": sorted(options.groups), **thresholds}
         if is_patched(self.model) and (scaling := scaling_in_words(self.model)):
             statistics.info["length_scaling"] = scaling
         return statistics
@@ -388,13 +372,12 @@ def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]
     return result
 
 
-def _with_progress(
-    batches: Iterable[Mapping[str, Any]], show: bool, total: int | None, name: str | None
-) -> Iterable[Mapping[str, Any]]:
+def with_progress(batches: Iterable[Any], show: bool, total: int | None, title: str) -> Iterable[Any]:
+    """The batches, counted by a bar if ``show``."""
     if not show:
         return batches
     from tqdm.auto import tqdm
 
     if total is None and hasattr(batches, "__len__"):
         total = len(batches)  # type: ignore[arg-type]
-    return tqdm(batches, total=total, desc=f"attention of {name}" if name else "attention", unit="batch", leave=False)
+    return tqdm(batches, total=total, desc=title, unit="batch", leave=False)

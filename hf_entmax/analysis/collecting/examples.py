@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.analysis.reading.words import TokenTable, token_table, word_ids
-from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
+from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 _FEWEST_TOKENS = 7
@@ -123,13 +123,11 @@ def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable |
 
     def keep(call: AttentionCall) -> None:
         site = call.site.site
-        queries, keys = _real(info, site, False), _real(info, site, True)
-        kept = call.weights[0].float()
-        if queries is not None and len(queries) == kept.shape[1]:
-            kept = kept[:, queries]
-        if keys is not None and len(keys) == kept.shape[2]:
-            kept = kept[:, :, keys]
-        seen.setdefault(site, []).append(kept.cpu())
+        kept = call.weights[0].float().cpu()
+        for dim, (_, mask) in enumerate(_sides(info, site), start=1):
+            if mask is not None and mask.shape[1] == kept.shape[dim]:
+                kept = kept.index_select(dim, mask[0].cpu().nonzero().flatten())
+        seen.setdefault(site, []).append(kept)
 
     with evaluation_mode(model), observe_attention(model, keep):
         model(**info.inputs)
@@ -141,33 +139,30 @@ def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable |
         weights = torch.zeros(len(layers), heads, *layers[0].shape[1:])
         for place, layer in enumerate(layers):
             weights[place, : layer.shape[0]] = layer
-        query_ids, query_mask = info.tokens(site)
-        key_ids, key_mask = (info.input_ids, info.mask) if site == "cross" else (query_ids, query_mask)
-        queries = _tokens(query_ids, query_mask, tokenizer, table, weights.shape[2])
-        keys = _tokens(key_ids, key_mask, tokenizer, table, weights.shape[3])
+        sides = zip(_sides(info, site), weights.shape[2:], strict=True)
+        queries, keys = (_tokens(*side, tokenizer, table, length) for side, length in sides)
         example.sites[site] = SiteExample(queries, keys, weights)
     return example
 
 
-def _real(info: Any, site: str, keys: bool) -> Tensor | None:
-    mask = info.mask if keys and site == "cross" else info.tokens(site)[1]
-    return None if mask is None else mask[0].cpu()
+def _sides(info: BatchInfo, site: str) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+    """Ids and mask of the queries, and of the keys."""
+    return info.tokens(site), (info.input_ids, info.mask) if site == "cross" else info.tokens(site)
+
+
+def _row(ids: Tensor, mask: Tensor | None) -> Tensor:
+    return (ids[0] if mask is None else ids[0][mask[0]]).cpu()
 
 
 def _text(ids: Tensor | None, mask: Tensor | None, tokenizer: Any) -> str:
-    if ids is None:
-        return ""
-    row = ids[0] if mask is None else ids[0][mask[0]]
-    return tokenizer.decode(row.tolist(), skip_special_tokens=True)
+    return "" if ids is None else tokenizer.decode(_row(ids, mask).tolist(), skip_special_tokens=True)
 
 
 def _tokens(
     ids: Tensor | None, mask: Tensor | None, tokenizer: Any, table: TokenTable | None, length: int
 ) -> list[Token]:
-    if ids is None:
-        return [Token(str(place)) for place in range(length)]
-    row = (ids[0] if mask is None else ids[0][mask[0]]).cpu()
-    if len(row) != length:
+    row = None if ids is None else _row(ids, mask)
+    if row is None or len(row) != length:
         return [Token(str(place)) for place in range(length)]
     names = tokenizer.convert_ids_to_tokens(row.tolist())
     if table is None or int(row.max()) >= len(table):

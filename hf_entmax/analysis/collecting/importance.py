@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.collecting.collect import with_progress
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.observe import AttentionCall, observe_attention
@@ -56,17 +57,15 @@ def head_importance(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; allowed are {', '.join(map(repr, METHODS))}.")
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
-    heads = _heads(model)
-    sums = {key: torch.zeros(count, dtype=torch.float64) for key, count in heads.items()}
+    # By site, module name and call.
+    sums = {(s.site, s.name, 0): torch.zeros(s.num_heads, dtype=torch.float64) for s in attention_sites(model)}
     counted = torch.zeros(1, dtype=torch.float64)
-    bar = _bar(progress and rank == 0, total, method)
+    stream = with_progress(batches, progress and rank == 0, total, f"head importance ({method})")
     add = _add_masking if method == "masking" else _add_gradient
     with evaluation_mode(model):
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(stream):
             if number % world == rank:
-                info, inputs, labels = _with_labels(model, batch)
-                counted += add(model, info, inputs, labels, sums)
-            bar(1)
+                counted += add(model, *_with_labels(model, batch), sums)
     if accelerator is not None and world > 1:
         from accelerate.utils import gather_object
 
@@ -86,11 +85,6 @@ def head_importance(
             table[place, : len(row)] = row
         result[site] = table
     return result
-
-
-def _heads(model: Any) -> dict[tuple[str, str, int], int]:
-    """Number of heads by (site, module name, call)."""
-    return {(site.site, site.name, 0): site.num_heads for site in attention_sites(model)}
 
 
 def _with_labels(model: Any, batch: Mapping[str, Any]) -> tuple[BatchInfo, dict[str, Any], Tensor]:
@@ -166,11 +160,3 @@ def _add_gradient(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: T
             value = gradient.detach().double().abs().sum(dim=(0, 1, 3)).cpu()
             sums[key] = sums.get(key, torch.zeros_like(value)) + value
     return _num_labels(model, inputs, labels)
-
-
-def _bar(show: bool, total: int | None, method: str) -> Callable[[int], Any]:
-    if not show:
-        return lambda _: None
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc=f"head importance ({method})", unit="batch", leave=False).update
