@@ -15,10 +15,10 @@ from hf_entmax.analysis.plots.style import (
     MARKERS,
     PALETTE,
     SITE_COLOURS,
-    all_sites,
     finite,
     head_grid,
     house_style,
+    in_order,
     layer_colours,
     new_figure,
     one_axis,
@@ -74,7 +74,7 @@ def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | 
     Reference:
         Correia, Niculae, Martins 2019, figure 3.
     """
-    values = per_site(alphas, "alphas")
+    values = in_order(per_site(alphas, "alphas"))
     limits = limits or _alpha_limits(values)
     figure, axes = new_figure(len(values), sharey=True)
     for axis, (site, tensor) in zip(axes[0], values.items(), strict=True):
@@ -109,7 +109,7 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
     if site is not None and site not in trajectory.alpha:
         raise ValueError(f"the log holds no alpha of {site!r}; it has {', '.join(trajectory.alpha)}.")
     if site is None:
-        lines = {site_title(name): trajectory.alpha[name] for name in all_sites({"": trajectory.alpha})}
+        lines = {site_title(name): values for name, values in in_order(trajectory.alpha).items()}
     else:
         values = trajectory.alpha[site]
         lines = {f"{site_title(site)}, layer {i}": values[:, i : i + 1] for i in range(values.shape[1])}
@@ -164,7 +164,7 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, section 5.1 (alpha and density by site).
     """
-    alpha = per_site(alphas, "alphas")
+    alpha = in_order(per_site(alphas, "alphas"))
     density = per_site(alphas if densities is None else densities, "density")
     shared = [site for site in alpha if site in density]
     if not shared:

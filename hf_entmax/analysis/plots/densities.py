@@ -13,6 +13,7 @@ from hf_entmax.analysis.plots.style import (
     all_sites,
     finite,
     house_style,
+    in_order,
     layer_colours,
     line_look,
     named_models,
@@ -89,7 +90,7 @@ def sorted_density(densities: Any) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, figure 5.
     """
-    values = per_site(densities, "density")
+    values = in_order(per_site(densities, "density"))
     figure, axes = new_figure(len(values), sharey=True, width=3.4, height=2.9)
     for axis, (site, layers) in zip(axes[0], values.items(), strict=True):
         for layer, (row, colour) in enumerate(zip(layers, layer_colours(len(layers)), strict=False)):

@@ -141,15 +141,14 @@ def site_title(site: str) -> str:
 
 
 def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
-    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``; sites in usual order."""
+    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``."""
     if not isinstance(values, Mapping):
         if not hasattr(values, attribute):
             raise TypeError(f"expected {{site: tensor}} or AttentionStatistics, got {type(values).__name__}.")
         values = getattr(values, attribute)
     if not values:
         raise ValueError(f"there is no {attribute} to draw: no site has any.")
-    tensors = {site: torch.as_tensor(value, dtype=torch.float64).detach().cpu() for site, value in values.items()}
-    return {site: tensors[site] for site in all_sites({"": tensors})}
+    return {site: torch.as_tensor(value, dtype=torch.float64).detach().cpu() for site, value in values.items()}
 
 
 def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
@@ -183,6 +182,11 @@ def all_sites(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Sites of several models, each once, in the usual order."""
     present = dict.fromkeys(site for per_model in models.values() for site in per_model)
     return [site for site in SITE_NAMES if site in present] + [site for site in present if site not in SITE_NAMES]
+
+
+def in_order(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same by site, in the usual order."""
+    return {site: values[site] for site in all_sites({"": values})}
 
 
 def finite(values: Tensor) -> list[float]:
