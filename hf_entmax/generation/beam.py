@@ -17,7 +17,6 @@ from hf_entmax.generation.members import (
     Member,
     as_inputs,
     as_models,
-    batch_size,
     end_of_sequence,
     output_alpha_of,
     with_members,
@@ -181,15 +180,9 @@ def _close_decided(found: list[Findings], live: Tensor) -> None:
             live[index] = -math.inf
 
 
-def check_search_options(
-    *,
-    num_beams: int | None = None,
-    max_new_tokens: int | None = None,
-    tolerance: float = 0.0,
-    **counts: int | None,
-) -> None:
+def check_search_options(*, tolerance: float = 0.0, **counts: int | None) -> None:
     """Raise ValueError for numbers that make no sense."""
-    for name, value in {"num_beams": num_beams, "max_new_tokens": max_new_tokens, **counts}.items():
+    for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} is not allowed: it must be an integer of at least 1.")
     if not 0.0 <= tolerance < math.inf:
@@ -295,11 +288,3 @@ def _padded(prompts: Tensor, results: tuple[SearchResult, ...], count: int, pad:
     rows = [[*tokens, *[pad] * (longest - len(tokens))] for group in chosen for tokens in group]
     new = torch.tensor(rows, dtype=torch.long, device=prompts.device).view(len(rows), longest)
     return torch.cat((prompts.repeat_interleave(count, dim=0), new), dim=-1)
-
-
-def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
-    """The batch size, which must be the same for all models."""
-    sizes = {batch_size(one) for one in inputs}
-    if len(sizes) > 1:
-        raise ValueError(f"the models of an ensemble were given batches of different sizes: {sorted(sizes)}.")
-    return sizes.pop()

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_entmax.generation.beam import TOLERANCE, check_search_options, number_of_inputs, run_beams
-from hf_entmax.generation.members import Ensemble, as_inputs, as_models, constrained_to, take_input, with_members
+from hf_entmax.generation.beam import TOLERANCE, check_search_options, run_beams
+from hf_entmax.generation.members import Ensemble, as_inputs, as_models, number_of_inputs, with_members, with_one_input
 from hf_entmax.generation.results import Findings, SearchResult
 
 # Continuations remembered per prefix; softmax models have as many as the vocabulary is large. The others count as
@@ -146,18 +146,9 @@ class _BestFirst:
 
 
 def _search_one(
-    models: list[Any],
-    inputs: list[dict[str, Any]],
-    index: int,
-    size: int,
-    limits: _Limits,
-    incumbent: float,
-    **rest: Any,
+    models: list[Any], inputs: list[dict[str, Any]], index: int, limits: _Limits, incumbent: float, **rest: Any
 ) -> Findings:
     """Best-first search for element ``index`` of a batch."""
-    options = {**rest.pop("options"), "use_cache": False}
-    if options.get("prefix_allowed_tokens_fn") is not None:
-        options["prefix_allowed_tokens_fn"] = constrained_to(options["prefix_allowed_tokens_fn"], index)
 
     def body(ensemble: Ensemble) -> Findings:
         if ensemble.criteria or not ensemble.eos_token_ids:
@@ -167,8 +158,7 @@ def _search_one(
             )
         return _BestFirst(ensemble, limits, incumbent).run()
 
-    one = [take_input(each, index, size) for each in inputs]
-    return with_members(models, one, body, num_beams=1, options=options, **rest)
+    return with_one_input(models, inputs, index, body, **rest)
 
 
 def enumerate_hypotheses(
@@ -212,24 +202,17 @@ def enumerate_hypotheses(
     Reference:
         Peters, Niculae, Martins 2019, fig. 1.
     """
-    check_search_options(
-        max_new_tokens=max_new_tokens,
-        tolerance=tolerance,
-        max_hypotheses=max_hypotheses,
-        budget=budget,
-        batch_size=batch_size,
-    )
+    counts = {"max_hypotheses": max_hypotheses, "budget": budget, "batch_size": batch_size}
+    check_search_options(max_new_tokens=max_new_tokens, tolerance=tolerance, **counts)
     if not 0.0 <= min_mass <= 1.0:
         raise ValueError(f"min_mass={min_mass} is not allowed: it is a probability, between 0.0 and 1.0.")
     models = as_models(model)
     each = as_inputs(inputs, models)
-    size = number_of_inputs(each)
     floor = math.log(min_mass) if min_mass > 0 else -math.inf
     limits = _Limits(max_hypotheses, floor, budget, batch_size, tolerance=tolerance)
     shared = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
-    return [
-        _search_one(models, each, index, size, limits, -math.inf, **shared).result(tolerance) for index in range(size)
-    ]
+    found = [_search_one(models, each, i, limits, -math.inf, **shared) for i in range(number_of_inputs(each))]
+    return [one.result(tolerance) for one in found]
 
 
 def exact_map(
@@ -279,15 +262,14 @@ def exact_map(
     )
     models = as_models(model)
     each = as_inputs(inputs, models)
-    size = number_of_inputs(each)
+    number_of_inputs(each)  # complains of batches that differ before the beam search
     shared: dict[str, Any] = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
     beams = with_members(models, each, lambda ensemble: run_beams(ensemble, num_beams), num_beams=num_beams, **shared)
     limits = _Limits(budget=budget, batch_size=batch_size, best_only=True, tolerance=tolerance)
     results = []
     for index, beam in enumerate(beams):
         if not beam.result(tolerance).optimal:
-            exact = _search_one(models, each, index, size, limits, beam.best, **shared)
-            beam = _merged(beam, exact)
+            beam = _merged(beam, _search_one(models, each, index, limits, beam.best, **shared))
         results.append(beam.result(tolerance))
     return results
 

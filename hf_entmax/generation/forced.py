@@ -5,22 +5,13 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_entmax.generation.beam import number_of_inputs
 from hf_entmax.generation.labels import STYLE, labeller, new_figure, percent
-from hf_entmax.generation.members import (
-    Ensemble,
-    Member,
-    as_inputs,
-    as_models,
-    constrained_to,
-    take_input,
-    with_members,
-)
+from hf_entmax.generation.members import Ensemble, as_inputs, as_models, number_of_inputs, with_one_input
 
 
 @dataclasses.dataclass
@@ -72,42 +63,40 @@ class ForcedDecoding:
                 spans.append([step])
         return spans
 
+    def _described(self) -> Iterator[tuple[str, ForcedStep, list[str], int]]:
+        """Of each span its tokens and first step; what else had mass there, and how much more than is listed."""
+        for span in self.spans():
+            step, others = span[0], []
+            if not step.certain:
+                others = [f"{label} {percent(p)}" for label, p in step.support]
+                own = f"{step.label} {percent(step.probability)}"
+                if own in others:  # two tokens may share a label, so one is left out, not all
+                    others.remove(own)
+            name = " ".join(each.label for each in span)
+            yield name, step, others, 0 if step.certain else step.support_size - len(step.support)
+
     def to_text(self) -> str:
         """One line per span: the tokens, the probability, and what else had mass."""
         lines = []
-        names = [" ".join(step.label for step in span) for span in self.spans()]
-        width = max((len(name) for name in names), default=0)
-        for name, span in zip(names, self.spans(), strict=True):
-            step = span[0]
-            if step.certain:
-                lines.append(f"{name:<{width}}  certain")
-                continue
-            others = [f"{label} {percent(p)}" for label, p in _others(step)]
-            more = step.support_size - len(step.support)
+        width = max((len(name) for name, *_ in self._described()), default=0)
+        for name, step, others, more in self._described():
             others += [f"and {more} more"] if more > 0 else []
-            lines.append(
-                f"{name:<{width}}  {percent(step.probability):>7}" + (f"   also {', '.join(others)}" if others else "")
-            )
+            tail = "certain" if step.certain else f"{percent(step.probability):>7}"
+            lines.append(f"{name:<{width}}  {tail}" + (f"   also {', '.join(others)}" if others else ""))
         return "\n".join(lines)
 
     def to_html(self) -> str:
         """A fragment of HTML: a row of boxes, certain runs in one; all text escaped."""
         boxes = []
-        for span in self.spans():
-            step = span[0]
-            name = html.escape(" ".join(each.label for each in span))
-            if step.certain:
-                boxes.append(
-                    f'<div style="border:2px solid #2b6cb0;border-radius:4px;padding:4px 8px"><b>{name}</b></div>'
-                )
-                continue
-            rows = "".join(f"<div>{html.escape(label)} {percent(p)}</div>" for label, p in _others(step))
-            more = step.support_size - len(step.support)
-            rows += f"<div>+ {more}</div>" if more > 0 else ""
-            boxes.append(
-                '<div style="border:1px solid #999;border-radius:4px;padding:4px 8px">'
-                f'<b>{name}</b> {percent(step.probability)}<div style="color:#666">{rows}</div></div>'
-            )
+        for name, step, others, more in self._described():
+            edge, tail = "2px solid #2b6cb0", ""
+            if not step.certain:
+                others += [f"+ {more}"] if more > 0 else []
+                rows = "".join(f"<div>{html.escape(other)}</div>" for other in others)
+                edge = "1px solid #999"
+                tail = f' {html.escape(percent(step.probability))}<div style="color:#666">{rows}</div>'
+            box = f"border:{edge};border-radius:4px;padding:4px 8px"
+            boxes.append(f'<div style="{box}"><b>{html.escape(name)}</b>{tail}</div>')
         return f'<div style="{STYLE};display:flex;gap:4px;align-items:flex-start">{"".join(boxes)}</div>'
 
     def to_figure(self) -> Any:
@@ -116,42 +105,24 @@ class ForcedDecoding:
         Raises:
             ImportError: if matplotlib is missing.
         """
-        spans = self.spans()
-        columns = []
-        for span in spans:
-            step = span[0]
-            name = " ".join(each.label for each in span)
-            head = [name] if step.certain else [f"{name}  {percent(step.probability)}"]
-            columns.append(head if step.certain else head + [f"{label}  {percent(p)}" for label, p in _others(step)])
-        widths = [max(len(line) for line in column) + 3 for column in columns]
-        depth = max((len(column) for column in columns), default=1)
+        columns = [
+            (step.certain, [name if step.certain else f"{name}  {percent(step.probability)}", *others])
+            for name, step, others, _ in self._described()
+        ]
+        widths = [max(len(line) for line in column) + 3 for _, column in columns]
+        depth = max((len(column) for _, column in columns), default=1)
         figure = new_figure(max(2.0, 0.09 * sum(widths)), 0.3 + 0.25 * depth)
         axis = figure.axes[0]
-        axis.set_xlim(0, max(sum(widths), 1))
-        axis.set_ylim(-depth, 0.6)
+        axis.set(xlim=(0, max(sum(widths), 1)), ylim=(-depth, 0.6))
         left = 0.0
-        for span, column, width in zip(spans, columns, widths, strict=True):
-            certain = span[0].certain
+        for (certain, column), width in zip(columns, widths, strict=True):
             box = {"boxstyle": "round", "facecolor": "#dbeafe" if certain else "white", "edgecolor": "#2b6cb0"}
             for row, line in enumerate(column):
+                look: dict[str, Any] = {"color": "#666666"} if row else {"color": "black", "bbox": box}
                 # Text is set as it is: dollar signs start no formula.
-                axis.text(
-                    left + width / 2, -row, line, ha="center", va="center", fontsize=8, parse_math=False,
-                    color="black" if row == 0 else "#666666", bbox=box if row == 0 else None,
-                )  # fmt: skip
+                axis.text(left + width / 2, -row, line, ha="center", va="center", fontsize=8, parse_math=False, **look)
             left += width
         return figure
-
-
-def _others(step: ForcedStep) -> list[tuple[str, float]]:
-    """What had mass besides the token given (two tokens may share a label, so one is left out, not all)."""
-    others, left_out = [], False
-    for label, probability in step.support:
-        if not left_out and label == step.label and probability == step.probability:
-            left_out = True
-        else:
-            others.append((label, probability))
-    return others
 
 
 def force_decode(
@@ -190,10 +161,8 @@ def force_decode(
     models = as_models(model)
     each = as_inputs(inputs, models)
     size = number_of_inputs(each)
-    rows = [
-        [int(t) for t in row if int(t) != -100]
-        for row in (targets.tolist() if isinstance(targets, Tensor) else targets)
-    ]
+    given = targets.tolist() if isinstance(targets, Tensor) else targets
+    rows = [[int(token) for token in row if int(token) != -100] for row in given]
     if len(rows) != size or not all(rows):
         raise ValueError(
             f"targets must hold one non-empty list of token ids per input: got {len(rows)} for {size} inputs."
@@ -201,42 +170,33 @@ def force_decode(
     text = labeller(tokenizer)
     results = []
     for index, target in enumerate(rows):
-        own = {**options, "use_cache": False}
-        if own.get("prefix_allowed_tokens_fn") is not None:
-            own["prefix_allowed_tokens_fn"] = constrained_to(own["prefix_allowed_tokens_fn"], index)
-        log_probs = with_members(
+        log_probs = with_one_input(
             models,
-            [take_input(one, index, size) for one in each],
+            each,
+            index,
             lambda ensemble, target=target: _positions(ensemble, target),
             output_alpha=output_alpha,
-            num_beams=1,
             max_new_tokens=len(target),
-            options=own,
+            options=options,
         )
         if max(target) >= log_probs.shape[-1] or min(target) < 0:
             raise ValueError(
                 f"targets hold {max(target)} or {min(target)}, outside the vocabulary of {log_probs.shape[-1]}."
             )
-        results.append(
-            ForcedDecoding([_step(row.exp(), t, text, max_support) for row, t in zip(log_probs, target, strict=True)])
-        )
+        steps = [_step(row.exp(), token, text, max_support) for row, token in zip(log_probs, target, strict=True)]
+        results.append(ForcedDecoding(steps))
     return results
 
 
 def _positions(ensemble: Ensemble, target: list[int]) -> Tensor:
     """Log-probabilities at every position of one target, ``[T, V]``, in one pass per model."""
-    return ensemble.average([_member_positions(member, target) for member in ensemble.members]).cpu()
-
-
-def _member_positions(member: Member, target: list[int]) -> Tensor:
-    logits = member.forward_prefixes([target[:-1]], len(target))[0]
-    if not member.processors:
-        return member.log_probs(logits, member.input_ids)
-    rows = []
-    for position, scores in enumerate(logits):
-        new = torch.tensor([target[:position]], dtype=torch.long, device=member.input_ids.device)
-        rows.append(member.log_probs(scores[None], torch.cat((member.input_ids, new), dim=-1)))
-    return torch.cat(rows)
+    prefixes = [target[:position] for position in range(len(target))]
+    return ensemble.average(
+        [
+            member.log_probs_after(prefixes, member.forward_prefixes([target[:-1]], len(target))[0])
+            for member in ensemble.members
+        ]
+    ).cpu()
 
 
 def _step(probs: Tensor, token: int, text: Any, max_support: int) -> ForcedStep:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.generic import ModelOutput
 
+from hf_entmax.batches.prepare import evaluation_mode
 from hf_entmax.generation.processor import EntmaxLogitsProcessor, log_entmax
 from hf_entmax.integration.config_hook import CONFIG_KEY
 
@@ -135,11 +135,15 @@ class Member:
         longest = max(lengths)
         logits = self.forward_prefixes(prefixes, longest - min(lengths) + 1)
         last = torch.stack([logits[i, length - longest - 1] for i, length in enumerate(lengths)])
+        return self.log_probs_after(prefixes, last)
+
+    def log_probs_after(self, prefixes: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """Log-probabilities from the logits ``[n, V]`` after ``n`` prefixes of any lengths, for a batch of one input."""
         if not self.processors:
-            return self.log_probs(last, self.input_ids)
+            return self.log_probs(logits, self.input_ids)
         # Processors look back at whole sequences, which differ in length here.
         rows = []
-        for prefix, scores in zip(prefixes, last, strict=True):
+        for prefix, scores in zip(prefixes, logits, strict=True):
             new = torch.tensor([list(prefix)], dtype=torch.long, device=self.input_ids.device)
             rows.append(self.log_probs(scores[None], torch.cat((self.input_ids, new), dim=-1)))
         return torch.cat(rows)
@@ -289,19 +293,23 @@ def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
     return ready
 
 
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """How many inputs a dictionary holds.
+def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
+    """How many inputs the dictionaries hold, one for each model.
 
     Raises:
-        ValueError: if it holds no tensor to tell.
+        ValueError: if one holds no tensor to tell, or they differ.
     """
-    for value in inputs.values():
-        if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
-    raise ValueError(f"inputs hold no tensor, only {sorted(inputs)}: the batch size cannot be told.")
+    sizes = set()
+    for one in inputs:
+        sizes.add(next((v.shape[0] for v in one.values() if isinstance(v, Tensor) and v.dim()), None))
+        if None in sizes:
+            raise ValueError(f"inputs hold no tensor, only {sorted(one)}: the batch size cannot be told.")
+    if len(sizes) > 1:
+        raise ValueError(f"the models of an ensemble were given batches of different sizes: {sorted(sizes)}.")
+    return sizes.pop()
 
 
-def take_input(inputs: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
+def _take_input(inputs: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
     """The inputs of one element of the batch, still with a batch dimension."""
 
     def take(value: Any) -> Any:
@@ -312,19 +320,6 @@ def take_input(inputs: Mapping[str, Any], index: int, size: int) -> dict[str, An
         return value
 
     return {key: take(value) for key, value in inputs.items()}
-
-
-@contextlib.contextmanager
-def _evaluating(models: list[Any]) -> Iterator[None]:
-    """Switch dropout off: what it draws anew at every step is no distribution to search."""
-    training = [model for model in models if model.training]
-    for model in training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model in training:
-            model.train()
 
 
 def with_members(
@@ -390,7 +385,10 @@ def with_members(
         results.append(body(Ensemble(members, ends[0][0], min(limit for _, limit, _ in ends), ends[0][2])))
         return results[0]
 
-    with _evaluating(models):
+    # Dropout is off: what it draws anew at every step is no distribution to search.
+    with contextlib.ExitStack() as off:
+        for model in models:
+            off.enter_context(evaluation_mode(model))
         try:
             returned = prepare(0)
         except Exception as error:
@@ -410,12 +408,20 @@ def _cannot_search(models: list[Any]) -> TypeError:
     )
 
 
-def constrained_to(
-    fn: Callable[[int, Tensor], list[int]] | None, index: int
-) -> Callable[[int, Tensor], list[int]] | None:
-    """``prefix_allowed_tokens_fn`` for a batch of one that is element ``index`` of the user's batch."""
-    return None if fn is None else functools.partial(_call_with_index, fn, index)
-
-
-def _call_with_index(fn: Callable[[int, Tensor], list[int]], index: int, _: int, input_ids: Tensor) -> list[int]:
-    return fn(index, input_ids)
+def with_one_input(
+    models: list[Any],
+    inputs: list[dict[str, Any]],
+    index: int,
+    body: Callable[[Ensemble], T],
+    *,
+    options: dict[str, Any],
+    **rest: Any,
+) -> T:
+    """As :func:`with_members`, for element ``index`` of the batch alone and without a cache."""
+    options = {**options, "use_cache": False}
+    if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
+        # The user's function counts the elements of the user's batch.
+        options["prefix_allowed_tokens_fn"] = lambda _, input_ids: allowed(index, input_ids)
+    size = number_of_inputs(inputs)
+    one = [_take_input(each, index, size) for each in inputs]
+    return with_members(models, one, body, num_beams=1, options=options, **rest)

@@ -161,13 +161,7 @@ def _draw(axis: Any, node: TreeNode, left: float, rows: Iterator[int], ends: lis
     for child, there in zip(node.children, heights, strict=True):
         axis.plot([right, right + 2.0], [height, there], color="#2b6cb0", linewidth=0.5 + 3.0 * child.share)
         axis.text(
-            right + 1.0,
-            (height + there) / 2,
-            percent(child.share),
-            fontsize=7,
-            color="#666666",
-            ha="center",
-            va="center",
+            right + 1.0, (height + there) / 2, percent(child.share), fontsize=7, color="#666666", ha="center", va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-        )
+        )  # fmt: skip
     return height
