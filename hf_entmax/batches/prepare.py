@@ -53,6 +53,10 @@ class BatchInfo:
             return self.input_ids, self.mask
         return self.decoder_ids, self.decoder_mask
 
+    def sides(self, site: str) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        """Ids and mask of the queries of a site, and of its keys."""
+        return self.tokens(site), (self.input_ids, self.mask) if site == "cross" else self.tokens(site)
+
 
 def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     """Moves a batch to the model, works out its masks and drops what only costs time (labels, caches).
@@ -160,18 +164,14 @@ def check_vocabulary(model: Any, ids: Tensor, what: str = "token id") -> None:
 def maximum_length(model: Any) -> int | None:
     """Longest sequence the position embeddings allow; None for relative or unlimited positions."""
     config = _text_config(model.config)
-    if getattr(config, "model_type", "") in ("t5", "mt5", "umt5", "byt5", "switch_transformers"):
+    kind = getattr(config, "model_type", "")
+    if kind in ("t5", "mt5", "umt5", "byt5", "switch_transformers"):
         return None
     for name in ("max_position_embeddings", "n_positions", "max_source_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 1:
             # RoBERTa and its kin number positions from padding_idx + 1 on.
-            offset = (
-                2
-                if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer", "esm")
-                else 0
-            )
-            return value - offset
+            return value - 2 * (kind in ("roberta", "xlm-roberta", "camembert", "longformer", "esm"))
     return None
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_entmax.batches.prepare import prepare_batch
+from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.integration.config_hook import CALIBRATION_KEY
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.observe import AttentionCall, observe_attention
@@ -131,8 +132,7 @@ def calibrate_alphas(
     vector = AlphaVector(model)
     task = _Task(model, batches, loss, vector)
     say = progress or (lambda line: None)
-    start = vector.get()
-    done = False
+    start, found = vector.get(), None
     with _only(model, vector):
         try:
             before, _ = task.measure_softmax()
@@ -142,12 +142,10 @@ def calibrate_alphas(
             price = search.choose(sensitivity)
             search.refine(sensitivity, price, steps, learning_rate)
             vector.set_(search.best)
-            found = Calibration(
-                before, search.loss, float(max_loss_increase), alphas(model), search.density, task.tokens
-            )
-            done = True
+            budget = float(max_loss_increase)
+            found = Calibration(before, search.loss, budget, alphas(model), search.density, task.tokens)
         finally:
-            if not done:
+            if found is None:
                 vector.set_(start)
     setattr(model.config, CALIBRATION_KEY, found.to_dict())
     return found
@@ -165,19 +163,16 @@ def _check_arguments(budget: float, steps: int, learning_rate: float) -> None:
 @contextlib.contextmanager
 def _only(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
     """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     own = {id(parameter) for parameter in vector.parameters}
-    try:
-        model.eval()
-        for parameter, _ in wanted:
-            parameter.requires_grad_(id(parameter) in own)
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, flag in wanted:
-            parameter.requires_grad_(flag)
+    with evaluation_mode(model):
+        try:
+            for parameter, _ in wanted:
+                parameter.requires_grad_(id(parameter) in own)
+            yield
+        finally:
+            for parameter, flag in wanted:
+                parameter.requires_grad_(flag)
 
 
 class _Task:
@@ -269,11 +264,7 @@ class _Task:
         rows: dict[str, list[Tensor]] = {}
         for name, (kept, total) in sums.items():
             rows.setdefault(sites[name].site, []).append((kept / total).float())
-        width = lambda own: max(len(row) for row in own)  # noqa: E731
-        pad = lambda row, size: torch.nn.functional.pad(row, (0, size - len(row)), value=math.nan)  # noqa: E731
-        return self.mean(losses), {
-            site: torch.stack([pad(row, width(own)) for row in own]) for site, own in rows.items()
-        }
+        return self.mean(losses), {site: pad_sequence(own, True, math.nan) for site, own in rows.items()}
 
 
 class _Search:
@@ -378,8 +369,7 @@ class _Search:
         self._draw_back(origin, values.detach())
 
     def _draw_back(self, origin: Tensor, reached: Tensor) -> None:
-        low, high = 0.0, 1.0
-        share = 1.0
+        low, high, share = 0.0, 1.0, 1.0
         for _ in range(_TRIALS):
             if self.try_(origin + share * (reached - origin), f"{share:.0%} of the way") <= self.budget:
                 low = share

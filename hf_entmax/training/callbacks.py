@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_entmax.integration.patching import alphas, entmax_config, is_patched, set_alphas
 from hf_entmax.training.schedules import AlphaSchedule
@@ -52,9 +52,7 @@ class AlphaLoggingCallback(TrainerCallback):
         self._last_step = -1
         self._handle: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the model and start to wait for a probe batch."""
         model = _inner(kwargs["model"])
         entmax_config(model)
@@ -66,15 +64,11 @@ class AlphaLoggingCallback(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             _keep_until(path, state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop waiting for a batch that never came."""
         self._drop_hook()
 
-    def before_report(
-        self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any], model: nn.Module
-    ) -> None:
+    def before_report(self, args: Any, state: Any, logs: dict[str, Any], model: nn.Module) -> None:
         """Add to the logs before they are reported. Called for every report; only those of training are added to."""
         if "loss" not in logs or state.global_step == self._last_step:
             return
@@ -102,15 +96,8 @@ class AlphaLoggingCallback(TrainerCallback):
     def _measure(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         from hf_entmax.analysis import collect
 
-        training = model.training
-        device = next(model.parameters()).device
-        batch = {name: value.to(device) for name, value in (self.probe_batch or {}).items()}
-        # The measurement must leave no trace on the run: not in its mode, not in its random numbers (dropout is off).
-        model.eval()
-        try:
-            statistics = collect(model, [batch], progress=False)
-        finally:
-            model.train(training)
+        # Leaves no trace on the run: not in the model's mode, not in its random numbers (dropout is off).
+        statistics = collect(model, [self.probe_batch or {}])
         return statistics.density, statistics.head_diversity
 
     def _keep_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,9 +147,7 @@ class AlphaScheduleCallback(TrainerCallback):
         """Alpha at a step."""
         return self.schedule(step / max(1, max_steps))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the model has an alpha that can take these values."""
         config = entmax_config(_inner(kwargs["model"]))
         if config.mapping != "entmax":
@@ -176,18 +161,14 @@ class AlphaScheduleCallback(TrainerCallback):
                 f"The schedule goes from {start} to {end}; learned alphas of this model stay within {lo} to {hi} (alpha_range)."
             )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set alpha for the step that begins."""
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha == "learned" and self.schedule.arrived(state.global_step / state.max_steps):
             return
         set_alphas(model, self.value(state.global_step, state.max_steps))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A fixed alpha ends exactly where the schedule ends."""
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha != "learned" and self.schedule.arrived(state.global_step / state.max_steps):
@@ -212,18 +193,9 @@ def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:
     logs = {}
     for site, values in table.items():
         known = values[~values.isnan()]
-        logs |= {
-            f"alpha/{site}/mean": known.mean().item(),
-            f"alpha/{site}/min": known.min().item(),
-            f"alpha/{site}/max": known.max().item(),
-        }
+        logs |= {f"alpha/{site}/{what}": getattr(known, what)().item() for what in ("mean", "min", "max")}
         if per_head:
-            logs |= {
-                f"alpha/{site}/{i}/{j}": v.item()
-                for i, row in enumerate(values)
-                for j, v in enumerate(row)
-                if not v.isnan()
-            }
+            logs |= {f"alpha/{site}/{i}/{j}": values[i, j].item() for i, j in (~values.isnan()).nonzero().tolist()}
     return logs
 
 

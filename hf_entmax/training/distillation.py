@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_entmax.batches import possible_pairs, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.losses import entmax_loss
@@ -153,28 +154,15 @@ def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Re
     Returns:
         Name of the module -> bool ``[B, T_q, T_k]``. Modules of one site and shape share one tensor.
     """
-    from hf_entmax.batches.prepare import prepare_batch  # loaded where it is used, as in the callbacks
-
     info = prepare_batch(model, batch)
     shared: dict[tuple[str, torch.Size], Tensor] = {}
-    pairs = {}
     for name, weights in record.weights.items():
         site = record.sites[name].site
         key = (site, weights.shape[-2:])
         if key not in shared:
-            shared[key] = _pairs(info, site, weights)
-        pairs[name] = shared[key]
-    return pairs
-
-
-def _pairs(info: Any, site: str, weights: Tensor) -> Tensor:
-    from hf_entmax.analysis.metrics import possible_pairs
-
-    batch, _, queries, keys = weights.shape
-    query_mask = info.tokens(site)[1]
-    key_mask = info.mask if site == "cross" else query_mask
-    if key_mask is None:
-        key_mask = torch.ones(batch, keys, dtype=torch.bool, device=weights.device)
-    if query_mask is None:
-        query_mask = torch.ones(batch, queries, dtype=torch.bool, device=weights.device)
-    return possible_pairs(weights, key_mask, query_mask, causal=site == "decoder_self")
+            masks = [
+                torch.ones(weights.shape[0], size, dtype=torch.bool, device=weights.device) if mask is None else mask
+                for (_, mask), size in zip(info.sides(site), weights.shape[-2:], strict=True)
+            ]
+            shared[key] = possible_pairs(weights, masks[1], masks[0], causal=site == "decoder_self")
+    return {name: shared[(record.sites[name].site, w.shape[-2:])] for name, w in record.weights.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_entmax.integration.discovery import attention_sites
@@ -83,13 +83,11 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
 
     # --- when training begins and ends ---------------------------------------------------------------------------------
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the original, before a checkpoint is loaded or a step taken."""
         self._keep_original(kwargs["model"])
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the model, go on where a checkpoint stopped, and start to look at forward passes."""
         model = _inner(kwargs["model"])
         if not any(parameter.requires_grad for parameter in _alphas(model)):
@@ -119,13 +117,11 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as any other."""
         self._drop_hooks()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the multiplier by the rise of the whole step."""
         if not self._rises:
             return
@@ -136,9 +132,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self._rises = []
         self.constraint.update(float(rise))
 
-    def before_report(
-        self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any], model: nn.Module
-    ) -> None:
+    def before_report(self, args: Any, state: Any, logs: dict[str, Any], model: nn.Module) -> None:
         """Add to the logs of training before they are reported."""
         if "loss" not in logs or not self._last:
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS
 from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS, TokenTable, token_table
@@ -360,15 +361,16 @@ def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]
         return {}
     result = {}
     for site, infos in layers.items():
-        rows = torch.full((len(infos), max(info.num_heads for info in infos)), float("nan"), dtype=torch.float64)
-        for place, info in enumerate(infos):
+        rows = []
+        for info in infos:
             heads = modules[info.name].module._modules.get(CHILD)
             value = heads() if heads is not None else 1.0
             if isinstance(value, Mapping):  # another mapping than entmax
-                continue
-            rows[place, : info.num_heads] = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
-        if not bool(rows.isnan().all()):
-            result[site] = rows
+                value = float("nan")
+            rows.append(torch.as_tensor(value, dtype=torch.float64).detach().cpu().expand(info.num_heads))
+        table = pad_sequence(rows, batch_first=True, padding_value=float("nan"))
+        if not bool(table.isnan().all()):
+            result[site] = table
     return result
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.words import TokenTable, token_table, word_ids
-from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
+from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 _FEWEST_TOKENS = 7
@@ -124,7 +125,7 @@ def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable |
     def keep(call: AttentionCall) -> None:
         site = call.site.site
         kept = call.weights[0].float().cpu()
-        for dim, (_, mask) in enumerate(_sides(info, site), start=1):
+        for dim, (_, mask) in enumerate(info.sides(site), start=1):
             if mask is not None and mask.shape[1] == kept.shape[dim]:
                 kept = kept.index_select(dim, mask[0].cpu().nonzero().flatten())
         seen.setdefault(site, []).append(kept)
@@ -135,19 +136,11 @@ def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable |
     if info.decoder_ids is not None:
         example.target = _text(info.decoder_ids, info.decoder_mask, tokenizer)
     for site, layers in seen.items():
-        heads = max(layer.shape[0] for layer in layers)
-        weights = torch.zeros(len(layers), heads, *layers[0].shape[1:])
-        for place, layer in enumerate(layers):
-            weights[place, : layer.shape[0]] = layer
-        sides = zip(_sides(info, site), weights.shape[2:], strict=True)
+        weights = pad_sequence(layers, batch_first=True)
+        sides = zip(info.sides(site), weights.shape[2:], strict=True)
         queries, keys = (_tokens(*side, tokenizer, table, length) for side, length in sides)
         example.sites[site] = SiteExample(queries, keys, weights)
     return example
-
-
-def _sides(info: BatchInfo, site: str) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
-    """Ids and mask of the queries, and of the keys."""
-    return info.tokens(site), (info.input_ids, info.mask) if site == "cross" else info.tokens(site)
 
 
 def _row(ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.collecting.collect import with_progress
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
@@ -79,11 +80,7 @@ def head_importance(
     result: dict[str, Tensor] = {}
     for site in dict.fromkeys(site for site, _, _ in sums):
         rows = [value / counted for (name, _, _), value in sums.items() if name == site]
-        widest = max(map(len, rows))
-        table = torch.full((len(rows), widest), float("nan"), dtype=torch.float64)
-        for place, row in enumerate(rows):
-            table[place, : len(row)] = row
-        result[site] = table
+        result[site] = pad_sequence(rows, batch_first=True, padding_value=float("nan"))
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.alignments import AlignedPair
 from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS, DependencySentence
@@ -293,11 +294,7 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def _pad(rows: Sequence[Sequence[int]], value: int, side: str) -> Tensor:
-    longest = max(map(len, rows))
-    fill = [[value] * (longest - len(row)) for row in rows]
-    return torch.tensor(
-        [[*extra, *row] if side == "left" else [*row, *extra] for row, extra in zip(rows, fill, strict=True)]
-    )
+    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, value, padding_side=side)
 
 
 def _decoder_start(model: Any) -> int:

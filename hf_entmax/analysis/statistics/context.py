@@ -114,8 +114,7 @@ def build_context(
         ValueError: the masks of the batch do not fit the weights.
     """
     batch, num_queries, num_keys = shape
-    ids, query_mask = info.tokens(site)
-    key_mask = info.mask if site == "cross" else query_mask
+    (ids, query_mask), (_, key_mask) = info.sides(site)
     text = ids is not None
     query_mask = _fit(query_mask, (batch, num_queries), info, "queries", text)
     key_mask = _fit(key_mask, (batch, num_keys), info, "keys", info.input_ids is not None)
