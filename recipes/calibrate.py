@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", help="pairs of texts for sentence encoders; {split} is train and test")
     parser.add_argument("--block", type=int, default=512, help="tokens in a block, or in the longest text")
     parser.add_argument("--batch", type=int, default=0, help="blocks (default 1) or pairs (default 32) in a batch")
-    parser.add_argument("--size", type=int, default=16, help="batches to calibrate on")
+    parser.add_argument("--size", type=int, default=32, help="batches to calibrate on, every fourth only to judge")
     parser.add_argument("--heldout", type=int, default=48, help="batches of test data")
     parser.add_argument("--steps", type=int, default=80, help="gradient steps on the alphas")
     return parser.parse_args()

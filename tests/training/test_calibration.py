@@ -67,6 +67,19 @@ def test_the_budget_holds_and_only_alphas_move(family, budget):
         assert result.mean_density < 0.9 and float(torch.cat([a.flatten() for a in result.alphas.values()]).max()) > 1.1
 
 
+def test_batches_that_were_not_fitted_judge():
+    model = patch_model(_sharp("llama"))
+    batches = _batches("llama", seeds=tuple(range(8)))
+    calibrate_alphas(model, batches, 0.0, steps=40, learning_rate=0.5)
+    own, judges = ([batches[i] for i in range(8) if (i % 4 == 3) == chosen] for chosen in (False, True))
+    rises = []
+    for part in (own, judges):
+        after = _mean(model, part)
+        with softmax_attention(model):
+            rises.append(after - _mean(model, part))
+    assert rises[1] <= 1e-6
+
+
 def test_density_is_what_the_model_shows():
     model = patch_model(_sharp("llama"))
     batches = _batches("llama", seeds=(0,))
