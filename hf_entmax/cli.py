@@ -156,7 +156,7 @@ def quickstart(
 
 @app.command()
 def bench(
-    preset: Annotated[str, typer.Option(help="quick, targets, grid or model.")] = "quick",
+    preset: Annotated[str, typer.Option(help="quick, targets, grid, model, losses or losses-small.")] = "quick",
     out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot; default: print only.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -167,10 +167,19 @@ def bench(
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="One alpha for that grid; default: learned, 1.3 to 2.")] = None,
     causal: Annotated[bool, typer.Option(help="Causal attention in that grid.")] = False,
+    classes: Annotated[list[int] | None, typer.Option(help="Losses over so many classes instead; repeatable.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of their batches.")] = 2048,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; repeatable.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds per case and mode; three rounds are always run.")] = 20.0,
+    threads: Annotated[int | None, typer.Option(help="Default: what PyTorch takes.")] = None,
 ) -> None:
-    """Time attention implementations side by side, after checking that they are right."""
+    """Time attention implementations or losses side by side, after checking that they are right."""
+    import torch
+
     from hf_entmax.bench import run
 
+    if threads:
+        torch.set_num_threads(threads)
     options: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
     run(
         preset,
@@ -181,6 +190,10 @@ def bench(
         implementations=implementation,
         lengths=length,
         causal=causal,
+        classes=classes,
+        rows=rows,
+        only=case or (),
+        budget=budget,
         report=lambda line: _console.print(line, highlight=False, markup=False, soft_wrap=True),
         **options,
     )

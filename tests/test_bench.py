@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_entmax import bench
-from hf_entmax.bench import implementations, runner, timing
+from hf_entmax.bench import implementations, losses, runner, timing
 from hf_entmax.bench.cases import Case, ModelCase
 
+RESULTS = Path(__file__).parents[1] / "recipes" / "benchmarks" / "results"
 TINY = Case("tiny", 2, 4, 24, head_dim=16, kv_heads=2, causal=True, against=("eager_softmax", "sdpa", "ours_torch"))
 
 
@@ -115,3 +117,39 @@ def test_own_grid_and_wrong_names():
 def test_targets_cover_the_table():
     wanted = [(c.name, t) for c in bench.PRESETS["targets"] if isinstance(c, Case) for t in c.targets]
     assert len(wanted) == 10 and isinstance(bench.PRESETS["targets"][-1], ModelCase)
+
+
+class TestLosses:
+    def test_losses_of_ones_own_are_compared_with_cross_entropy(self, tmp_path):
+        lines: list[str] = []
+        options = {"repeats": 3, "device": "cpu", "report": lines.append, "only": ["flat"]}
+        found = bench.run(classes=[40], rows=12, out=tmp_path, **options)
+        assert {row.case for row in found} == {"V 40, N 12, flat", "V 40, N 12, D 256, flat"}
+        assert [row.mode for row in found if "linear" in row.implementation].count("memory") == 4
+        for row in found:
+            base = next(r for r in found if (r.case, r.mode) == (row.case, row.mode))
+            assert base.implementation.endswith("cross_entropy") and base.ratio is base.target is None
+            if row is not base:
+                limit = {"memory": 0.25, "forward+backward": 1.3 if "linear" in row.implementation else 1.2}
+                assert row.ratio == pytest.approx(row.median / base.median) and row.target == limit[row.mode]
+        assert any("ours / cross-entropy" in line for line in lines)
+        with pytest.raises(ValueError, match="No case has a name with 'steep' in it"):
+            bench.run("losses", only=["steep"])
+
+    @pytest.mark.parametrize("dimension", [None, 8])
+    @pytest.mark.parametrize("kind", ["flat", "frequency", "trained"])
+    def test_every_loss_passes_its_check_and_a_wrong_one_is_not_timed(self, kind, dimension, monkeypatch):
+        case = bench.LossCase(kind, 60, 24, dimension)
+        assert len(losses.loss_steps(case, "cpu")) == (7 if dimension is None else 4)
+        name = "entmax_loss" if dimension is None else "linear_entmax_loss"
+        right = getattr(losses, name)
+        monkeypatch.setattr(losses, name, lambda *given: 1.001 * right(*given))
+        with pytest.raises(RuntimeError, match=f"{name} alpha=1.5 is wrong in case 'V 60, N 24"):
+            losses.loss_steps(case, "cpu")
+
+    def test_presets_write_the_committed_files(self):
+        for preset in ("losses", "losses-small"):
+            path = RESULTS / f"{preset}-cpu.csv"
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            assert {row["case"] for row in rows} <= {case.name for case in bench.PRESETS[preset]}

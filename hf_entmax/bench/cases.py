@@ -67,6 +67,33 @@ class ModelCase:
     target: float | None = None
 
 
+@dataclass(frozen=True)
+class LossCase:
+    """Losses of a batch of rows, compared with cross-entropy.
+
+    Args:
+        kind: of the logits: "flat" (normal with deviation 1, an untrained model), "frequency" (every row knows little more
+            than how frequent the classes are, the k-th as 1/k) or "trained" (eight classes of every row lead).
+        classes: V.
+        rows: N.
+        dimension: D of the hidden states that a linear loss makes the logits of; None for losses of logits.
+    """
+
+    kind: str
+    classes: int = 128_000
+    rows: int = 2048
+    dimension: int | None = None
+
+    @property
+    def name(self) -> str:
+        """How the results call it."""
+        hidden = "" if self.dimension is None else f", D {self.dimension}"
+        return f"V {self.classes}, N {self.rows}{hidden}, {self.kind}"
+
+
+AnyCase = Case | ModelCase | LossCase
+
+_KINDS = ("flat", "frequency", "trained")
 _BOTH = ("eager_softmax", "sdpa")
 _EVERYBODY = (
     "eager_softmax",
@@ -78,7 +105,7 @@ _EVERYBODY = (
     "ours_torch",
 )
 
-_TARGETS: tuple[Case | ModelCase, ...] = (
+_TARGETS: tuple[AnyCase, ...] = (
     Case(
         "B4 H8 L512, q x 2",
         4,
@@ -164,8 +191,14 @@ _GRID = tuple(
     for causal in (False, True)
 )
 
+
+def loss_cases(classes: int, rows: int) -> tuple[LossCase, ...]:
+    """Logits of every kind, then hidden states that make such logits."""
+    return tuple(LossCase(kind, classes, rows, dimension) for dimension in (None, 256) for kind in _KINDS)
+
+
 #: Lists of cases by name: "targets" (with the ratios each should reach), "grid" (length x sharpness x causal), "quick".
-PRESETS: dict[str, tuple[Case | ModelCase, ...]] = {
+PRESETS: dict[str, tuple[AnyCase, ...]] = {
     "quick": (
         Case("L128, q x 2", 4, 8, 128, against=_EVERYBODY),
         Case("L512, q x 2", 2, 8, 512, against=_BOTH),
@@ -174,4 +207,6 @@ PRESETS: dict[str, tuple[Case | ModelCase, ...]] = {
     "targets": _TARGETS,
     "grid": _GRID,
     "model": (_TARGETS[-1],),
+    "losses": loss_cases(128_000, 2048),
+    "losses-small": tuple(LossCase(kind, 4000) for kind in _KINDS),
 }

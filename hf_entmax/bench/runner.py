@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_entmax.bench.cases import PRESETS, Case, ModelCase
+from hf_entmax.bench.cases import PRESETS, AnyCase, Case, LossCase, ModelCase, loss_cases
 from hf_entmax.bench.implementations import (
     IMPLEMENTATIONS,
     Problem,
@@ -20,6 +20,7 @@ from hf_entmax.bench.implementations import (
     reference_output,
     unavailable,
 )
+from hf_entmax.bench.losses import loss_steps
 from hf_entmax.bench.timing import interleaved_times, peak_memory, quantile
 from hf_entmax.ops import entmax_attention
 
@@ -32,7 +33,7 @@ class Measurement:
     """One row of the results.
 
     ``ratio`` is our median over this implementation's (the other way round for tokens/s, so that below 1 always means that ours is
-    better); ``target`` the largest ratio the case should reach.
+    better), in the row of a loss its own over cross-entropy's; ``target`` the largest ratio the case should reach.
     """
 
     case: str
@@ -68,12 +69,16 @@ def run(
     sharpness: Sequence[float] = (1.0, 3.0),
     alpha: float | tuple[float, float] = (1.3, 2.0),
     causal: bool = False,
+    classes: Sequence[int] | None = None,
+    rows: int = 2048,
+    only: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> list[Measurement]:
-    """Measure a preset, or a grid of lengths and sharpnesses, and write the results.
+    """Measure a preset, or a grid of one's own, and write the results.
 
     Args:
-        preset: a name in `PRESETS`: "quick", "targets", "grid" or "model"; ignored when ``lengths`` is given.
+        preset: a name in `PRESETS`: "quick", "targets", "grid", "model", "losses" or "losses-small"; ignored when
+            ``lengths`` or ``classes`` is given.
         out: folder for ``<preset>-<device>.csv`` and, where matplotlib is installed, ``.png``; nothing is written if
             None.
         device: "cpu", "cuda" or "auto" (cuda where there is one).
@@ -85,6 +90,9 @@ def run(
         sharpness: standard deviations of its queries.
         alpha: its alpha, or the range of its learned alphas.
         causal: whether it is causal.
+        classes: numbers of classes of losses of one's own.
+        rows: rows of their batches.
+        only: parts of names; cases with none of them in their name are left out.
         report: called with every line of the report.
 
     Returns:
@@ -103,49 +111,44 @@ def run(
     unknown = [name for name in implementations or () if name not in IMPLEMENTATIONS]
     if unknown:
         raise ValueError(f"Unknown implementations {unknown}; the options are {sorted(IMPLEMENTATIONS)}.")
-    if lengths is not None:
-        preset = "custom"
-        cases: Sequence[Case | ModelCase] = [
-            Case(
-                f"L{n}, q x {s:g}{', causal' if causal else ''}",
-                1,
-                8,
-                n,
-                sharpness=s,
-                alpha=alpha,
-                causal=causal,
-            )
-            for n in lengths
-            for s in sharpness
-        ]
+    cases: Sequence[AnyCase]
+    if lengths is not None or classes is not None:
+        preset, name = "custom", "L{}, q x {:g}" + (", causal" if causal else "")
+        shapes = [(n, s) for n in lengths or () for s in sharpness]
+        cases = [Case(name.format(n, s), 1, 8, n, sharpness=s, alpha=alpha, causal=causal) for n, s in shapes]
+        cases += [case for count in classes or () for case in loss_cases(count, rows)]
     elif preset in PRESETS:
         cases = PRESETS[preset]
     else:
         raise ValueError(f"preset is {preset!r}; the options are {', '.join(map(repr, PRESETS))}.")
+    if only and not (cases := [case for case in cases if any(part in case.name for part in only)]):
+        raise ValueError(f"No case has a name with {' or '.join(map(repr, only))} in it.")
     torch_dtype = getattr(torch, dtype)
-    rows: list[Measurement] = []
+    measured: list[Measurement] = []
     for case in cases:
         if isinstance(case, ModelCase):
             new = _measure_model(case, device, repeats, budget)
+        elif isinstance(case, LossCase):
+            new = _measure_losses(case, device, repeats, budget)
         else:
             new = _measure_case(case, device, torch_dtype, repeats, budget, implementations, report)
         for row in new:
             report(_line(row))
-        rows += new
+        measured += new
     if out is not None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{preset}-{device}.csv"
-        write_csv(rows, path)
+        write_csv(measured, path)
         report(f"wrote {path}")
         try:
             from hf_entmax.bench.plot import plot_ratios
         except ImportError:
             report("no plot: matplotlib is not installed (pip install 'hf_entmax[figures]')")
         else:
-            plot_ratios(rows, path.with_suffix(".png"))
+            plot_ratios(measured, path.with_suffix(".png"))
             report(f"wrote {path.with_suffix('.png')}")
-    return rows
+    return measured
 
 
 def write_csv(rows: Sequence[Measurement], path: Path) -> None:
@@ -269,6 +272,21 @@ def _measure_model(case: ModelCase, device: str, repeats: int, budget: float) ->
     return rows
 
 
+def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) -> list[Measurement]:
+    steps = loss_steps(case, device)
+    linear = case.dimension is not None
+    found = {"forward+backward": (interleaved_times(steps, repeats, device, budget), "ms", 1.3 if linear else 1.2)}
+    if linear:
+        found["memory"] = {name: [peak_memory(step, device)] for name, step in steps.items()}, "MiB", 0.25
+    rows = []
+    for mode, (values, unit, limit) in found.items():
+        base, *_ = (quantile(measured, 0.5) for measured in values.values())
+        for place, (name, measured) in enumerate(values.items()):
+            ratio, target = (quantile(measured, 0.5) / base, limit) if place else (None, None)
+            rows.append(_row(case.name, name, mode, measured, unit, ratio, target, None, device, "float32"))
+    return rows
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -325,7 +343,7 @@ def _line(row: Measurement) -> str:
     if row.density is not None:
         text += f" density {100 * row.density:.1f} %"
     if row.ratio is not None and math.isfinite(row.ratio):
-        text += f" ours / this {row.ratio:.3f}"
+        text += f" ours / {'cross-entropy' if 'loss' in row.implementation else 'this'} {row.ratio:.3f}"
         if row.target is not None:
             text += f" (at most {row.target:g}: {'reached' if row.ratio <= row.target else 'MISSED'})"
     return text
