@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from sklearn.metrics import f1_score
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common.batches import Batches, evenly
+from common.batches import Batches, answers_of, collated, evenly
 from common.finish import check_finish, finish
 from common.from_scratch import ShapeSettings
 from common.heads import head_statistics
@@ -175,23 +175,19 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
     return BertForSequenceClassification(config)
 
 
-@torch.no_grad()
 def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:
     """For every example, in order: the right class, the most probable one, how many have a probability above 0."""
     plain = run.accelerator.unwrap_model(model)
     alpha = run.settings.output_alpha
 
-    def collate(part: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-        return {**collator([example for _, example in part]), "rows": [row for row, _ in part]}
-
-    numbered = list(enumerate(examples))
-    found: list[tuple[int, int, int, int]] = []
-    for batch in Batches(numbered, collate, lambda e: len(e[1]["input_ids"]), run.accelerator, 256).in_order():
-        rows, labels = batch.pop("rows"), batch.pop("labels")
+    def answer(part: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+        batch = collator(part).to(run.accelerator.device)
+        labels = batch.pop("labels")
         logits = plain(**batch).logits.float()
         possible = (entmax(logits, alpha) > 0).sum(-1) if alpha > 1 else torch.full_like(labels, logits.shape[-1])
-        found += zip(rows, labels.tolist(), logits.argmax(-1).tolist(), possible.tolist(), strict=True)
-    return [row[1:] for row in sorted(gather_object(found))]
+        return list(zip(labels.tolist(), logits.argmax(-1).tolist(), possible.tolist(), strict=True))
+
+    return answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256)
 
 
 def percent(flags: list[bool]) -> float | str:
@@ -264,14 +260,13 @@ def main(settings: Settings) -> None:
     rows = zip(test, answers, strict=True)
     run.write("predictions.tsv", (f"{text}\t{label}\t{classes[answer[1]]}" for (text, label), answer in rows))
     known = {text for text, _ in train}
-    some = [dict(collator(tested[i : i + 64]).to(run.accelerator.device)) for i in range(0, min(len(tested), 512), 64)]
     measures: dict[str, Any] = {
         **training.summary(),
         "data": settings.train,
         "mapping_options": settings.mapping_options,
         "dev_accuracy": round(training.progress.best, 2),
         **scores(answers, len(classes), [text in known for text, _ in test]),
-        **head_statistics(best, some, FIELDS),
+        **head_statistics(best, collated(tested[:512], collator, 64, run.accelerator.device), FIELDS),
     }
     data = Path(settings.train).name.split(".")[0]
     finish(run, FIELDS, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])

@@ -46,7 +46,7 @@ from transformers import (
 )
 
 import hf_entmax
-from common.batches import Batches
+from common.batches import Batches, collated
 from common.blocks import check_sizes, collate, prepare, read_splits
 from common.conversion import Conversion, base_model
 from common.curves import STAGES, curve, shared_curve, write_curve
@@ -250,7 +250,7 @@ def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: R
         lambda example: len(example["input_ids"]) + len(example["labels"]),
         count_labels,
         False,
-        [dict(collator(examples["dev"][start : start + 32])) for start in range(0, min(len(examples["dev"]), 256), 32)],
+        collated(examples["dev"][:256], collator, 32, run.accelerator.device),
         lambda model: measure(model, "dev", 1),
         lambda model, name: measure(model, "test", settings.beams, name),
     )

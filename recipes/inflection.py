@@ -20,16 +20,15 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers import DataCollatorForSeq2Seq as Collator
 
-from common.batches import Batches
+from common.batches import Batches, answers_of, collated
 from common.finish import check_finish, finish, name_of
 from common.from_scratch import ShapeSettings, build_seq2seq, seq2seq_tokenizer
 from common.heads import head_statistics
@@ -167,41 +166,40 @@ def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
     return tokenizers[0], members, {key: "+".join(dict.fromkeys(str(kind[key]) for kind in kinds)) for key in kinds[0]}
 
 
-def accuracy_per_language(right: dict[str, list[bool]]) -> dict[str, float]:
+def decode(rows: list[list[int]], tokenizer: Any) -> list[str]:
+    """Answers as text."""
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+
+
+def accuracy_per_language(words: list[Word], answers: list[str]) -> dict[str, float]:
     """Share of words that are wholly right, %."""
+    right = defaultdict(list)
+    for word, answer in zip(words, answers, strict=True):
+        right[word.language].append(answer == word.form)
     return {language: 100 * sum(flags) / len(flags) for language, flags in sorted(right.items())}
 
 
-def questions(words: list[Word], tokenizer: Any, run: Run, size: int = 200) -> Batches:
-    """Words in batches of similar length, shared by the processes."""
+def ask(words: list[Word], tokenizer: Any, run: Run, answer: Callable[[dict[str, Any]], Sequence[Any]]) -> list[Any]:
+    """What is answered to the words in batches of similar length, shared by the processes."""
 
-    def collate(part: list[Word]) -> dict[str, Any]:
-        return dict(tokenizer([word.source for word in part], padding=True, return_tensors="pt")) | {"words": part}
+    def answers(part: list[Word]) -> Sequence[Any]:
+        sources = [word.source for word in part]
+        return answer(dict(tokenizer(sources, padding=True, return_tensors="pt").to(run.accelerator.device)))
 
-    return Batches(words, collate, lambda word: len(word.lemma) + len(word.tags), run.accelerator, size)
+    return answers_of(words, answers, lambda word: len(word.lemma) + len(word.tags), run, 200)
 
 
 def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
     """Accuracy of greedy answers, averaged over languages: quick, for choosing the epoch."""
     plain = run.accelerator.unwrap_model(model)
-    rows = []
-    for batch in questions(words, tokenizer, run).in_order():
-        part = batch.pop("words")
-        answers = tokenizer.batch_decode(plain.generate(**batch, num_beams=1), skip_special_tokens=True)
-        rows += [(word.language, answer == word.form) for word, answer in zip(part, answers, strict=True)]
-    right = defaultdict(list)
-    for language, flag in gather_object(rows):
-        right[language].append(flag)
-    return {"score": statistics.fmean(accuracy_per_language(right).values())}
+    ids = ask(words, tokenizer, run, lambda batch: plain.generate(**batch, num_beams=1).tolist())
+    return {"score": statistics.fmean(accuracy_per_language(words, decode(ids, tokenizer)).values())}
 
 
 def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
     """Nonzero symbols of the output and nonzero weights of the heads, given the right answers. On every process alike."""
-    examples, collate = encode(words, tokenizer), Collator(tokenizer, model=members[0])
-    batches = [
-        dict(collate(examples[start : start + 100]).to(run.accelerator.device))
-        for start in range(0, len(examples), 100)
-    ]
+    collator = Collator(tokenizer, model=members[0])
+    batches = collated(encode(words, tokenizer), collator, 100, run.accelerator.device)
     measures = {"output_support": output_support(members, batches)}
     if len(members) == 1:  # the heads of an ensemble have nothing to do with one another
         measures |= head_statistics(members[0], batches, FIELDS)
@@ -210,28 +208,22 @@ def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) ->
 
 def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run, beams: int) -> dict[str, Any]:
     """Beam search with a certificate over the test words; several models are averaged."""
-    rows = []
-    for batch in tqdm(
-        list(questions(words, tokenizer, run).in_order()), disable=not run.main, mininterval=5, unit="batch"
-    ):
-        part = batch.pop("words")
-        for word, result in zip(part, beam_search(members, batch, num_beams=beams), strict=True):
-            answer = "" if result.best is None else tokenizer.decode(result.best, skip_special_tokens=True)
-            known = len(result) if result.exhaustive else 0
-            rows.append((word.language, answer == word.form, result.optimal, result.exhaustive, known, word, answer))
-    rows = gather_object(rows)
-    answers = sorted((word.language, word.lemma, word.form, ";".join(word.tags), answer) for *_, word, answer in rows)
-    run.write("answers.tsv", map("\t".join, answers))
-    right = defaultdict(list)
-    for language, flag, *_ in rows:
-        right[language].append(flag)
-    each = accuracy_per_language(right)
+
+    def search(batch: dict[str, Any]) -> list[tuple[Any, bool, bool, int]]:
+        found = beam_search(members, batch, num_beams=beams)
+        return [([] if r.best is None else r.best, r.optimal, r.exhaustive, len(r)) for r in found]
+
+    rows = ask(words, tokenizer, run, search)
+    answers = decode([row[0] for row in rows], tokenizer)
+    lines = ((w.language, w.lemma, w.form, ";".join(w.tags), a) for w, a in zip(words, answers, strict=True))
+    run.write("answers.tsv", map("\t".join, sorted(lines)))
+    each = accuracy_per_language(words, answers)
     return {
         "accuracy": round(statistics.fmean(each.values()), 2),
         "accuracy_per_language": " ".join(f"{language}={value:.1f}" for language, value in each.items()),
-        "optimal": round(100 * statistics.fmean(row[2] for row in rows), 2),
-        "exhaustive": round(100 * statistics.fmean(row[3] for row in rows), 2),
-        "single": round(100 * statistics.fmean(row[4] == 1 for row in rows), 2),
+        "optimal": round(100 * statistics.fmean(row[1] for row in rows), 2),
+        "exhaustive": round(100 * statistics.fmean(row[2] for row in rows), 2),
+        "single": round(100 * statistics.fmean(row[2] and row[3] == 1 for row in rows), 2),
         "test_words": len(rows),
     }
 

@@ -31,67 +31,49 @@ from torch import Tensor
 from common.multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
 from common.multilabel_scores import MultilabelResults, f1, score
 from common.multilabel_text import TextConfig, run_text
+from common.settings import option
 from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
 
-METHODS = (
-    "softmax+log",
-    "sparsemax+huber",
-    "sparsemax+huber support",
-    "sparsemax+hinge",
-    "sparsegen_lin+hinge",
-    "sparsehg+hinge",
-    "sparsehg+hinge threshold",
-    "entmax+fy",
-    "entmax+fy support",
-)
-# These tune the probability above which a label is predicted (for sparsemax as Martins and Astudillo 2016 do); the others
-# predict their support.
-WITH_THRESHOLD = ("softmax+log", "sparsemax+huber", "sparsehg+hinge threshold", "entmax+fy")
+#: By name: the mapping, the setting that holds candidates for its option, and whether the probability above which a label is
+#: predicted is tuned (for sparsemax as Martins and Astudillo 2016 do); the others predict their support.
+METHODS = {
+    "softmax+log": ("softmax", None, True),
+    "sparsemax+huber": ("sparsemax", None, True),
+    "sparsemax+huber support": ("sparsemax", None, False),
+    "sparsemax+hinge": ("sparsemax_hinge", None, False),
+    "sparsegen_lin+hinge": ("sparsegen_lin(lam={})", "lams", False),
+    "sparsehg+hinge": ("sparsehourglass(q={})", "qs", False),
+    "sparsehg+hinge threshold": ("sparsehourglass(q={})", "qs", True),
+    "entmax+fy": ("entmax(alpha={})", "alphas", True),
+    "entmax+fy support": ("entmax(alpha={})", "alphas", False),
+}
+WITH_THRESHOLD = [name for name, (*_, tuned) in METHODS.items() if tuned]
 
 
 @dataclasses.dataclass
 class LinearConfig:
-    """The linear-model studies.
+    """The linear-model studies."""
 
-    Args:
-        study: ``"mulan"`` or ``"synthetic"``.
-        methods: names in ``METHODS``.
-        seeds: each seeds the validation split and the initialisation (and the synthetic data).
-        folds: validation folds of the training rows; 1 holds out a quarter of them.
-        steps: full-batch Adam steps, the learning rate decaying linearly to 0.
-        lr: learning rate at the start.
-        l2: candidates for the weight of ``||W||^2 / 2``.
-        lams: candidates for ``lam`` of sparsegen-lin.
-        qs: candidates for ``q`` of sparsehourglass.
-        alphas: candidates for ``alpha`` of entmax.
-        thresholds: candidates for the probability above which the methods in ``WITH_THRESHOLD`` predict a label. All
-            other methods predict their support.
-        datasets: Mulan data sets.
-        empty_rows: for data sets with rows without labels: ``"ignore"`` leaves them out of training, ``"extra_label"``
-            gives them a label of their own, which does not count in the scores.
-        mean_labels: synthetic: means ``mu``; rows have mu - 1, mu or mu + 1 labels.
-        label_ranges: synthetic: ranges ``r``; rows have 5 - r to 5 + r labels.
-        lengths: synthetic: document lengths, with Poisson(5) labels.
-        n_samples: synthetic: rows, of which 20 % are test rows.
-    """
-
-    study: str = "mulan"
-    methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
-    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
-    folds: int = 5
-    steps: int = 400
-    lr: float = 0.05
-    l2: list[float] = dataclasses.field(default_factory=lambda: [1e-3, 1e-2, 1e-1])
-    lams: list[float] = dataclasses.field(default_factory=lambda: [-3.0, -1.0, 0.0, 0.5])
-    qs: list[float] = dataclasses.field(default_factory=lambda: [0.1, 0.5, 1.0, 5.0])
-    alphas: list[float] = dataclasses.field(default_factory=lambda: [1.5])
-    thresholds: list[float] = dataclasses.field(default_factory=lambda: [i / 40 for i in range(25)])
-    datasets: list[str] = dataclasses.field(default_factory=lambda: ["emotions", "scene", "birds"])
-    empty_rows: list[str] = dataclasses.field(default_factory=lambda: ["ignore"])
-    mean_labels: list[int] = dataclasses.field(default_factory=list)
-    label_ranges: list[int] = dataclasses.field(default_factory=list)
-    lengths: list[int] = dataclasses.field(default_factory=list)
-    n_samples: int = 5000
+    study: str = option("mulan", "mulan or synthetic")
+    methods: list[str] = option(list(METHODS), "names in METHODS")
+    seeds: list[int] = option([0, 1, 2], "of the validation split and the initialisation (and the synthetic data)")
+    folds: int = option(5, "validation folds of the training rows; 1 holds out a quarter of them")
+    steps: int = option(400, "full-batch Adam steps, the learning rate decaying linearly to 0")
+    lr: float = option(0.05, "learning rate at the start")
+    l2: list[float] = option([1e-3, 1e-2, 1e-1], "candidates for the weight of ||W||^2 / 2")
+    lams: list[float] = option([-3.0, -1.0, 0.0, 0.5], "candidates for lam of sparsegen-lin")
+    qs: list[float] = option([0.1, 0.5, 1.0, 5.0], "candidates for q of sparsehourglass")
+    alphas: list[float] = option([1.5], "candidates for alpha of entmax")
+    thresholds: list[float] = option([i / 40 for i in range(25)], "candidates for the probability, where it is tuned")
+    datasets: list[str] = option(["emotions", "scene", "birds"], "Mulan data sets")
+    empty_rows: list[str] = option(
+        ["ignore"],
+        "rows without labels: ignore leaves them out of training, extra_label gives them one that does not count",
+    )
+    mean_labels: list[int] = option([], "synthetic: means mu; rows have mu - 1, mu or mu + 1 labels")
+    label_ranges: list[int] = option([], "synthetic: ranges r; rows have 5 - r to 5 + r labels")
+    lengths: list[int] = option([], "synthetic: document lengths, with Poisson(5) labels")
+    n_samples: int = option(5000, "synthetic: rows, of which 20 % are test rows")
 
     def __post_init__(self) -> None:
         if self.study not in ("mulan", "synthetic"):
@@ -106,17 +88,8 @@ class LinearConfig:
 
 def mappings_of(method: str, config: LinearConfig) -> list[str]:
     """The mapping specifications among which a method is tuned."""
-    return {
-        "softmax+log": ["softmax"],
-        "sparsemax+huber": ["sparsemax"],
-        "sparsemax+huber support": ["sparsemax"],
-        "sparsemax+hinge": ["sparsemax_hinge"],
-        "sparsegen_lin+hinge": [f"sparsegen_lin(lam={x})" for x in config.lams],
-        "sparsehg+hinge": [f"sparsehourglass(q={x})" for x in config.qs],
-        "sparsehg+hinge threshold": [f"sparsehourglass(q={x})" for x in config.qs],
-        "entmax+fy": [f"entmax(alpha={x})" for x in config.alphas],
-        "entmax+fy support": [f"entmax(alpha={x})" for x in config.alphas],
-    }[method]
+    mapping, candidates, _ = METHODS[method]
+    return [mapping.format(value) for value in (getattr(config, candidates) if candidates else [None])]
 
 
 def fit(data: Split, included: Tensor, l2: Tensor, mapping: str, config: LinearConfig, seed: int) -> Tensor:
@@ -227,13 +200,11 @@ def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[st
                 key = {"dataset": name, "setting": setting, "seed": seed, "empty_rows": empty}
                 yield key, lambda name=name: read_mulan(data_dir, name)
         return
-    axes: list[tuple[str, int, tuple[int, ...] | None, int, int]] = []
-    for mu in config.mean_labels:
-        axes.append(("mean_labels", mu, tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10), mu, 2000))
-    for spread in config.label_ranges:
-        axes.append(("label_range", spread, tuple(range(5 - spread, 5 + spread + 1)), 5, 2000))
-    for length in config.lengths:
-        axes.append(("length", length, None, 5, length))
+    near = {mu: tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10) for mu in config.mean_labels}
+    axes: list[tuple[str, int, tuple[int, ...] | None, int, int]]
+    axes = [("mean_labels", mu, counts, mu, 2000) for mu, counts in near.items()]
+    axes += [("label_range", r, tuple(range(5 - r, 5 + r + 1)), 5, 2000) for r in config.label_ranges]
+    axes += [("length", length, None, 5, length) for length in config.lengths]
     for (axis, setting, counts, mean, length), seed in itertools.product(axes, config.seeds):
 
         def make(counts: Any = counts, mean: int = mean, length: int = length, seed: int = seed) -> tuple[Split, Split]:

@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from common.batches import Batches
+from common.batches import Batches, collated
 from common.finish import check_finish, finish, name_of
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics
@@ -172,7 +172,6 @@ def main(settings: Settings) -> None:
         "first_": rouge(summaries, [own[:1] for own in references]),
         "lead_": rouge([article.lead for article in test], references),
     }
-    some = [dict(collator(shown[i : i + 16]).to(run.accelerator.device)) for i in range(0, len(shown), 16)]
     lengths = [len(ids) for ids in encode_sources(test, tokenizer, settings)]
     measures: dict[str, Any] = {
         **training.summary(),
@@ -183,7 +182,7 @@ def main(settings: Settings) -> None:
         "test_texts": len(test),
         "words": round(sum(len(summary.split()) for summary in summaries) / len(test), 1),
         "cut": sum(length >= settings.max_tokens for length in lengths),
-        **head_statistics(best, some, FIELDS),
+        **head_statistics(best, collated(shown, collator, 16, run.accelerator.device), FIELDS),
     }
     run.say(f"For example: {summaries[0]}")
     finish(run, FIELDS, measures, task="summarization", data=name_of(settings.train), main_measures=list(KINDS))

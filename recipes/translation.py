@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from common.batches import Batches
+from common.batches import Batches, collated
 from common.finish import check_finish, finish, name_of
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics
@@ -146,8 +146,7 @@ def main(settings: Settings) -> None:
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),
         "mapping_options": settings.mapping_options,
     }
-    parts = (shown_examples[start : start + 32] for start in range(0, len(shown_examples), 32))
-    annotated = [dict(collator(part).to(run.accelerator.device)) for part in parts]
+    annotated = collated(shown_examples, collator, 32, run.accelerator.device)
     measures |= head_statistics(best, annotated, FIELDS)
     measures["output_support"] = output_support([best], annotated)
     if settings.certificates:

@@ -7,8 +7,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import fresh
 import pytest
 import torch
+
+fresh.start()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 import json
-import subprocess
-import sys
 
+import fresh
 import pytest
 import tiny_models as tiny
 import transformers as tf
@@ -44,12 +43,6 @@ def test_patch_with_a_fixed_alpha_and_a_class(tmp_path):
     assert is_patched(tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "sparse"))
 
 
-def _command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "hf_entmax.cli", *arguments], capture_output=True, text=True, timeout=240
-    )
-
-
 def test_mistakes_are_one_line(tmp_path):
     tiny.build("gpt2").save_pretrained(tmp_path / "plain")
     out = tmp_path / "sparse"
@@ -59,7 +52,7 @@ def test_mistakes_are_one_line(tmp_path):
         (["--site", "cross"], "cross"),
         (["--auto-class", "AutoModelForEverything"], "AutoModelForEverything"),
     ):
-        result = _command("patch", str(tmp_path / "plain"), "--out", str(out), *arguments)
+        result = fresh.run_module("hf_entmax.cli", "patch", str(tmp_path / "plain"), "--out", str(out), *arguments)
         assert result.returncode == 2 and word in result.stdout and "Traceback" not in result.stdout + result.stderr
         assert not out.exists()
 

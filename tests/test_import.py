@@ -1,15 +1,12 @@
 import subprocess
 import sys
 
-
-def _python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+import fresh
 
 
 def test_import_loads_nothing_heavy():
-    run = _python(
-        "import sys, transformers; before = set(sys.modules); import hf_entmax; print(*sorted(set(sys.modules) - before))"
-    )
+    code = "import sys, transformers; before = set(sys.modules); import hf_entmax; print(*sorted(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     heavy = {"torch", "numba", "triton", "matplotlib", "typer", "jinja2"}
     assert not heavy & {name.split(".")[0] for name in run.stdout.split()}
@@ -17,12 +14,12 @@ def test_import_loads_nothing_heavy():
 
 def test_import_before_and_after_transformers_registers_the_attention():
     check = "from transformers import AttentionInterface; assert 'hf_entmax' in AttentionInterface().valid_keys()"
-    for code in (
-        f"import hf_entmax; import transformers.modeling_utils; {check}",
-        f"import transformers.modeling_utils; import hf_entmax; {check}",
-        f"import hf_entmax; hf_entmax.patch_model; {check}",
+    for after, code in (
+        ("torch", f"import hf_entmax; import transformers.modeling_utils; {check}"),
+        ("transformers", f"import transformers.modeling_utils; import hf_entmax; {check}"),
+        ("torch", f"import hf_entmax; hf_entmax.patch_model; {check}"),
     ):
-        run = _python(code)
+        run = fresh.run(code, after=after)
         assert run.returncode == 0, run.stderr
 
 
@@ -40,7 +37,7 @@ except ImportError as error:
 else:
     raise SystemExit("no error")
 """
-    run = _python(code)
+    run = fresh.run(code)
     assert run.returncode == 0, run.stderr
 
 
@@ -59,7 +56,7 @@ except ImportError as error:
 else:
     raise SystemExit("no error")
 """
-    run = _python(code)
+    run = fresh.run(code, after="torch")
     assert run.returncode == 0, run.stderr
 
 
@@ -86,5 +83,5 @@ for name in ("integration.discovery", "integration.observe", "integration.interf
         os._exit(0)
     assert not os.waitpid(child, 0)[1], name
 """
-    run = _python(code)
+    run = fresh.run(code)
     assert run.returncode == 0, run.stderr

@@ -4,10 +4,10 @@ import dataclasses
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import tiny_models as tiny
 import torch
@@ -78,14 +78,10 @@ def test_shell_lines(line, tmp_path):
         )
         assert extras and set(extras[1].split(",")) <= set(known)
     elif words[0] == "hf-entmax" and words[1] == "doctor":
-        run = subprocess.run(
-            [sys.executable, "-m", "hf_entmax.cli", "doctor"], capture_output=True, text=True, cwd=tmp_path, timeout=240
-        )
+        run = fresh.run_module("hf_entmax.cli", "doctor", folder=tmp_path)
         assert run.returncode == 0 and "works" in run.stdout, run.stdout + run.stderr
     elif words[0] == "hf-entmax":
-        run = subprocess.run(
-            [sys.executable, "-m", "hf_entmax.cli", words[1], "--help"], capture_output=True, text=True, timeout=120
-        )
+        run = fresh.run_module("hf_entmax.cli", words[1], "--help")
         assert run.returncode == 0, run.stderr
         options = [w.split("=")[0] for w in words[2:] if w.startswith("--")]
         plain = re.sub(r"\x1b\[[0-9;]*m", "", run.stdout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class LossProblem(NamedTuple):
     """Logits ``[N, V]`` with labels ``[N]``, or hidden states ``[N, D]`` with the weight ``[V, D]`` that makes them."""
 
     inputs: Tensor
-    weight: Tensor | None
+    weight: Any  # a tensor, or None with logits
     labels: Tensor
 
 

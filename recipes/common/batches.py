@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
+from tqdm.auto import tqdm
 
 #: So many batches are drawn at random and then sorted by length, before their own order is drawn.
 POOL = 50
@@ -19,6 +22,39 @@ def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
     """So many items, from all over a sequence; all of them if there are fewer."""
     count = min(count, len(items))
     return [items[place * len(items) // count] for place in range(count)]
+
+
+@torch.no_grad()
+def answers_of(
+    examples: Sequence[ItemT],
+    answer: Callable[[list[ItemT]], Sequence[Any]],
+    length: Callable[[ItemT], int],
+    run: Any,
+    size: int,
+) -> list[Any]:
+    """What is answered to every example, in their order, on all processes of a `common.run.Run`.
+
+    Args:
+        examples: shared by the processes.
+        answer: the answers to some of them that are similarly long.
+        length: of an example.
+        run: its processes share the work.
+        size: examples asked for at a time.
+    """
+    batches = Batches(
+        range(len(examples)), lambda places: {"rows": places}, lambda i: length(examples[i]), run.accelerator, size
+    )
+    found: list[tuple[int, Any]] = []
+    for batch in tqdm(list(batches.in_order()), disable=not run.main, mininterval=5, unit="batch"):
+        found += zip(batch["rows"], answer([examples[i] for i in batch["rows"]]), strict=True)
+    return [own for _, own in sorted(gather_object(found), key=itemgetter(0))]
+
+
+def collated(
+    examples: Sequence[Any], collate: Callable[[list[Any]], Any], size: int, device: Any
+) -> list[dict[str, Any]]:
+    """All examples in their order, in batches on a device."""
+    return [dict(collate(list(examples[i : i + size])).to(device)) for i in range(0, len(examples), size)]
 
 
 class Batches:

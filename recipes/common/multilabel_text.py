@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from common.multilabel_data import Split, TextData, english_verb_texts, read_texts
 from common.multilabel_scores import MultilabelResults, f1, score
+from common.settings import option
 from hf_entmax import patch_model
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.losses.multilabel import multilabel_predict, multilabel_probabilities
@@ -25,43 +27,26 @@ DENSE = ("softmax", "entmax(alpha=1)")
 
 @dataclasses.dataclass
 class TextConfig:
-    """The text study.
+    """The text study."""
 
-    Args:
-        study: ``"text"``.
-        data: ``"english_verbs"`` (built in), or a name for the files below.
-        files: TSV files by split (``train``, ``validation``, ``test``), relative to the data folder.
-        text_column: column of the text in them, from 0.
-        label_column: column of the semicolon-separated labels, from 0.
-        limit: use at most so many rows of each split.
-        outputs: multilabel losses by name, optionally with options: ``"sparsehourglass(q=1)"``.
-        attentions: attention mappings, each a dict of ``EntmaxConfig`` fields; ``{"alpha": 1.0}`` is softmax.
-        seeds: of initialisation and batches.
-        hidden: width of the model; heads have 16 dimensions.
-        layers: number of layers.
-        epochs: passes over the training rows; the epoch with the best validation micro-F1 is tested.
-        batch_size: rows per step.
-        lr: peak learning rate; linear warm-up over a tenth of the steps, then linear decay.
-        thresholds: candidates for softmax, chosen on validation rows.
-    """
-
-    study: str = "text"
-    data: str = "english_verbs"
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
-    text_column: int = 0
-    label_column: int = 1
-    limit: int | None = None
-    outputs: list[str] = dataclasses.field(
-        default_factory=lambda: ["softmax", "sparsemax", "entmax", "sparsemax_hinge", "sparsehourglass"]
+    study: str = option("text", "text")
+    data: str = option("english_verbs", "english_verbs (built in), or a name for the files below")
+    files: dict[str, str] = option({}, "TSV files by split (train, validation, test), relative to the data folder")
+    text_column: int = option(0, "column of the text in them, from 0")
+    label_column: int = option(1, "column of the semicolon-separated labels, from 0")
+    limit: int | None = option(None, "use at most so many rows of each split")
+    outputs: list[str] = option(
+        ["softmax", "sparsemax", "entmax", "sparsemax_hinge", "sparsehourglass"],
+        "multilabel losses by name, perhaps with options: sparsehourglass(q=1)",
     )
-    attentions: list[dict[str, Any]] = dataclasses.field(default_factory=lambda: [{"alpha": 1.0}])
-    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
-    hidden: int = 64
-    layers: int = 2
-    epochs: int = 5
-    batch_size: int = 64
-    lr: float = 2e-3
-    thresholds: list[float] = dataclasses.field(default_factory=lambda: [i / 40 for i in range(25)])
+    attentions: list[dict[str, Any]] = option([{"alpha": 1.0}], "attention mappings, each with fields of EntmaxConfig")
+    seeds: list[int] = option([0, 1, 2], "of initialisation and batches")
+    hidden: int = option(64, "width of the model; heads have 16 dimensions")
+    layers: int = option(2, "number of layers")
+    epochs: int = option(5, "passes over the training rows; the epoch with the best validation micro-F1 is tested")
+    batch_size: int = option(64, "rows per step")
+    lr: float = option(2e-3, "peak; linear warm-up over a tenth of the steps, then linear decay")
+    thresholds: list[float] = option([i / 40 for i in range(25)], "candidates for softmax, chosen on validation rows")
 
     def __post_init__(self) -> None:
         if self.data != "english_verbs" and set(self.files) != {"train", "validation", "test"}:
@@ -146,10 +131,8 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
     steps = config.epochs * len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: min((s + 1) / max(1, steps // 10), 1 - s / steps))
     best: dict[str, Any] = {"validation": -1.0}
-    held = {
-        name: Split(p.features.to(accelerator.device), p.labels.to(accelerator.device))
-        for name, p in data.splits.items()
-    }
+    device = accelerator.device
+    held = {name: Split(part.features.to(device), part.labels.to(device)) for name, part in data.splits.items()}
     for epoch in range(config.epochs):
         model.train()
         for x, y in loader:
@@ -161,20 +144,11 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
             optimiser.step()
             schedule.step()
             optimiser.zero_grad()
-        value, threshold = choose_threshold(
-            predict(model, held["validation"]), held["validation"].labels, output, config.thresholds
-        )
+        dev, test = held["validation"], held["test"]
+        value, threshold = choose_threshold(predict(model, dev), dev.labels, output, config.thresholds)
         if value > best["validation"]:
-            logits = predict(model, held["test"])
-            plain = accelerator.unwrap_model(model)
-            support = attention_support(plain, held["test"])
-            best = {
-                "validation": value,
-                "threshold": threshold,
-                "epoch": epoch + 1,
-                "logits": logits,
-                "attention": support,
-            }
+            best = {"validation": value, "threshold": threshold, "epoch": epoch + 1, "logits": predict(model, test)}
+            best["attention"] = attention_support(accelerator.unwrap_model(model), test)
     return best
 
 
@@ -182,29 +156,27 @@ def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> 
     """All runs of the study that the results do not hold yet."""
     data = load(config, data_dir)
     test = data.splits["test"]
-    for attention in config.attentions:
+    for attention, output, seed in itertools.product(config.attentions, config.outputs, config.seeds):
         setting = json.dumps(attention)
-        for output in config.outputs:
-            for seed in config.seeds:
-                key = {"study": "text", "dataset": config.data, "setting": setting, "method": output, "seed": seed}
-                if results.has(**key):
-                    continue
-                start = time.perf_counter()
-                best = train(config, data, output, attention, seed)
-                logits, labels = best["logits"].cpu(), test.labels
-                probs = multilabel_probabilities(logits, output)
-                scores = score(probs, multilabel_predict(logits, output, threshold=best["threshold"]), labels)
-                chosen = {name: best[name] for name in ("threshold", "epoch")}
-                chosen["attention_support"] = round(best["attention"], 3)
-                results.add(
-                    **key,
-                    empty_rows="ignore",
-                    test_rows="all",
-                    **scores,
-                    validation_micro_f1=round(best["validation"], 4),
-                    chosen=json.dumps(chosen),
-                    n_train=len(data.splits["train"]),
-                    n_test=len(test),
-                    seconds=round(time.perf_counter() - start, 1),
-                )
-                print(f"{setting:50} {output:20} seed {seed} {scores} {chosen}", flush=True)
+        key = {"study": "text", "dataset": config.data, "setting": setting, "method": output, "seed": seed}
+        if results.has(**key):
+            continue
+        start = time.perf_counter()
+        best = train(config, data, output, attention, seed)
+        logits = best["logits"].cpu()
+        predicted = multilabel_predict(logits, output, threshold=best["threshold"])
+        scores = score(multilabel_probabilities(logits, output), predicted, test.labels)
+        chosen = {name: best[name] for name in ("threshold", "epoch")}
+        chosen["attention_support"] = round(best["attention"], 3)
+        results.add(
+            **key,
+            empty_rows="ignore",
+            test_rows="all",
+            **scores,
+            validation_micro_f1=round(best["validation"], 4),
+            chosen=json.dumps(chosen),
+            n_train=len(data.splits["train"]),
+            n_test=len(test),
+            seconds=round(time.perf_counter() - start, 1),
+        )
+        print(f"{setting:50} {output:20} seed {seed} {scores} {chosen}", flush=True)

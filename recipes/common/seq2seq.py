@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import sacrebleu
-from accelerate.utils import gather_object
-from tqdm.auto import tqdm
 
-from common.batches import Batches
+from common.batches import answers_of
 from common.run import Run
 
 Pairs = list[tuple[str, str]]
@@ -39,17 +37,12 @@ def generate(
     """
     plain = run.accelerator.unwrap_model(model)
 
-    def collate(part: list[tuple[int, list[int]]]) -> dict[str, Any]:
-        inputs = tokenizer.pad({"input_ids": [ids for _, ids in part]}, return_tensors="pt")
-        return {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"rows": [row for row, _ in part]}
+    def answer(part: list[list[int]]) -> list[str]:
+        inputs = tokenizer.pad({"input_ids": part}, return_tensors="pt").to(run.accelerator.device)
+        output = plain.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+        return tokenizer.batch_decode(output, skip_special_tokens=True)
 
-    batches = Batches(list(enumerate(sources)), collate, lambda example: len(example[1]), run.accelerator, size)
-    found: list[tuple[int, str]] = []
-    for batch in tqdm(list(batches.in_order()), disable=not run.main, mininterval=5, unit="batch"):
-        rows = batch.pop("rows")
-        output = plain.generate(**batch, **options)
-        found += zip(rows, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
-    return [text for _, text in sorted(gather_object(found))]
+    return answers_of(sources, answer, len, run, size)
 
 
 def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import sys
@@ -18,8 +19,8 @@ from hf_entmax.ops.controllable import ATTENTION_MAPPINGS
 
 def option(default: Any, help: str) -> Any:
     """A field of a settings class with its help text."""
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={"help": help})
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
 
 

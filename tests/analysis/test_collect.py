@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fresh
 import pytest
 import tiny_tokenizers
 import torch
@@ -424,12 +423,8 @@ TWO_PROCESSES = """
 
 
 def test_two_processes_agree_with_one(tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(TWO_PROCESSES).format(paths=[str(ROOT), str(Path(__file__).parent)], out=tmp_path)
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613", str(script)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    code = textwrap.dedent(TWO_PROCESSES).format(paths=[str(ROOT), str(Path(__file__).parent)], out=tmp_path)
+    result = fresh.run(code, processes=2)
     assert result.returncode == 0, result.stderr[-3000:]
     from hf_entmax.analysis.collecting.importance import head_importance
 

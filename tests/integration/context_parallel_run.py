@@ -1,4 +1,4 @@
-"""Run by torchrun: what a patched model says inside torch's context parallelism."""
+"""Run in every process of a group: what a patched model says inside torch's context parallelism."""
 
 import sys
 from pathlib import Path

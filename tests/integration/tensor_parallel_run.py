@@ -1,4 +1,4 @@
-"""Run by torchrun: what each model of a folder computes, learns and saves with its heads split among the processes."""
+"""Run in every process of a group: what each model of a folder computes, learns and saves with its heads split among the processes."""
 
 import sys
 from pathlib import Path

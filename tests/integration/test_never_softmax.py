@@ -2,11 +2,9 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import safetensors.torch
 import tiny_models as tiny
@@ -126,15 +124,7 @@ def test_without_the_plugin_no_argument_loads_a_softmax(tmp_path):
     _encoder_of_two(tmp_path / "part")
     assert len(list((tmp_path / "sharded_decoder").glob("*.safetensors"))) > 1
     paths = sorted(map(str, tmp_path.iterdir()))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, str(tmp_path / "outcome.json"), *paths],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        cwd=tmp_path,
-    )
+    run = fresh.run(_WITHOUT, tmp_path / "outcome.json", *paths, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert len(outcome) == 6 * 9

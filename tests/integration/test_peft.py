@@ -1,8 +1,6 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import tiny_models as tiny
 import torch
@@ -95,9 +93,7 @@ def test_without_the_plugin_the_adapter_does_not_load(tmp_path):
         "base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
         "peft.PeftModel.from_pretrained(base, sys.argv[2])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, str(tmp_path / "base"), str(tmp_path / "adapter")]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    run = fresh.run(code, tmp_path / "base", tmp_path / "adapter")
     assert run.returncode != 0 and "import hf_entmax" in run.stderr.splitlines()[-1]
 
 

@@ -1,9 +1,7 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import safetensors.torch
 import tiny_models as tiny
@@ -87,13 +85,6 @@ with torch.no_grad():
 """
 
 
-def _fresh_process(code, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=240
-    )
-
-
 @pytest.mark.parametrize("family, order", [("t5", "before"), ("llama", "after")])
 def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
     model = _patched(family)
@@ -101,12 +92,9 @@ def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
     batch = tiny.inputs(family)
     torch.save(batch, tmp_path / "batch.pt")
     plugin = "import hf_entmax" if order == "before" else "import transformers.modeling_utils; import hf_entmax"
-    run = _fresh_process(
-        _FRESH.format(plugin=plugin, auto=AUTO[family].__name__),
-        tmp_path / "model",
-        tmp_path / "batch.pt",
-        tmp_path / "out.pt",
-    )
+    code = _FRESH.format(plugin=plugin, auto=AUTO[family].__name__)
+    files = [tmp_path / name for name in ("model", "batch.pt", "out.pt")]
+    run = fresh.run(code, *files, after="torch" if order == "before" else "transformers")
     assert run.returncode == 0, run.stderr
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "out.pt"), model(**batch).logits)
@@ -115,7 +103,7 @@ def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"alpha": 1.5}], ids=str)
 def test_without_the_plugin_loading_raises(options, tmp_path):
     _patched("bart", **options).save_pretrained(tmp_path)
-    run = _fresh_process(_FRESH.format(plugin="", auto="AutoModelForSeq2SeqLM"), tmp_path, "-", "-")
+    run = fresh.run(_FRESH.format(plugin="", auto="AutoModelForSeq2SeqLM"), tmp_path, "-", "-")
     assert run.returncode != 0
     assert "ValueError" in run.stderr and "hf_entmax" in run.stderr.splitlines()[-1]
 
@@ -154,7 +142,7 @@ def test_sharded_checkpoints_and_from_config(tmp_path):
 def test_a_configuration_saved_alone_keeps_the_key(tmp_path):
     _patched("gpt2").save_pretrained(tmp_path / "model")
     code = "import hf_entmax, sys\nfrom transformers import AutoConfig\nAutoConfig.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
-    run = _fresh_process(code, tmp_path / "model", tmp_path / "config")
+    run = fresh.run(code, tmp_path / "model", tmp_path / "config")
     assert run.returncode == 0, run.stderr
     assert json.loads((tmp_path / "config/config.json").read_text())["attn_implementation"] == "hf_entmax"
 

@@ -1,10 +1,9 @@
 """A model whose heads are split among processes computes, learns and saves what it does in one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import tiny_models as tiny
 import torch
@@ -29,10 +28,8 @@ OPTIONS = {
 
 def run(script, *arguments, processes=2):
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, "-m", *launcher, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = fresh.run_file(HERE / script, *arguments, processes=processes, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

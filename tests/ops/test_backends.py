@@ -1,10 +1,9 @@
 """Which backend runs, and what is said when one cannot."""
 
 import inspect
-import subprocess
-import sys
 import types
 
+import fresh as fresh_process
 import pytest
 import torch
 
@@ -121,8 +120,8 @@ def test_the_real_numba_kernel_agrees_with_the_torch_path():
 
 def test_importing_ops_loads_no_compiler():
     code = "import sys, hf_entmax.ops as ops; ops.available_backends(); print(sorted({'numba', 'triton'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    result = fresh_process.run(code, after="torch")
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 def test_dtype_of_the_output_follows_the_value():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 numba = pytest.importorskip("numba")
@@ -150,9 +150,10 @@ while helper and helper.remaining:
 
 
 def _first_step(cache, package):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(package)}
-    environment.pop("LOCAL_WORLD_SIZE", None)
-    return subprocess.run([sys.executable, "-c", _STEP], env=environment, capture_output=True, text=True, check=True)
+    environment = {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(package)}
+    run = fresh.run(_STEP, after="torch", environment=environment)
+    assert run.returncode == 0, run.stderr
+    return run
 
 
 @pytest.mark.slow

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 
+import fresh
 import pytest
 import torch
 
@@ -513,8 +512,8 @@ print(*here.recv())
 child.join()
 """
     for threads in ("1", "2"):
-        environment = {**os.environ, "OMP_NUM_THREADS": threads}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        run = fresh.run(code, after="torch", environment={"OMP_NUM_THREADS": threads})
+        assert run.returncode == 0, run.stderr
         seen, error = run.stdout.split()
         assert int(seen) <= int(threads)  # PyTorch takes no more than there are cores
         assert float(error) < 1e-5
@@ -569,7 +568,7 @@ def test_inductor():
 
 def test_importing_the_package_does_not_import_numba():
     code = "import sys, hf_entmax.ops.numba_cpu; sys.exit('numba' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert fresh.run(code, after="torch").returncode == 0
 
 
 def test_buffers_are_written_before_they_are_read(monkeypatch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import fresh
 import pytest
 
 pytest.importorskip("numba")
@@ -61,6 +61,6 @@ print(count)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pages are guarded by mprotect")
 def test_nothing_behind_the_memory_of_the_host_is_touched():
-    run = subprocess.run([sys.executable, "-c", _GUARDED], capture_output=True, text=True)
+    run = fresh.run(_GUARDED, after="torch")
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr[-2000:]}"
     assert int(run.stdout) > 400

@@ -1,15 +1,12 @@
 """The Triton kernels compile for Hopper GPUs, on machines without one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
-ROOT = Path(__file__).parents[2]
 ATTENTION = {f"_entmax_attention_{name}_kernel" for name in ("fwd", "bwd_query", "bwd_key")} | {"_compact_flags_kernel"}
 KERNELS = {
     "learned": ATTENTION | {"_entmax_attention_bwd_bias_kernel"},
@@ -23,14 +20,14 @@ KERNELS = {
     "case", ["learned", "rows", *(pytest.param(c, marks=pytest.mark.slow) for c in ("options", "float32"))]
 )
 def test_compiles_for_hopper(case, tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("triton_compile_cases.py")
     # Tensors stay on the CPU: the package is told so as it would be by the interpreter, which is not used.
     start = (
         "import sys, runpy; from hf_entmax.ops import triton_gpu; triton_gpu._INTERPRETED = True; "
         f"sys.argv = ['', {case!r}]; runpy.run_path({str(script)!r})"
     )
-    run = subprocess.run([sys.executable, "-c", start], env=environment, cwd=ROOT, capture_output=True, text=True)
+    run = fresh.run(start, after="torch", environment=environment)
     assert run.returncode == 0, run.stderr
     reports = {name: values for name, *values in map(str.split, run.stdout.splitlines())}
     assert set(reports) == KERNELS[case]

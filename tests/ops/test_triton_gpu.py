@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import fresh
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
@@ -66,5 +67,5 @@ def test_asking_what_is_unsupported_does_not_import_triton():
         "assert reason == 'query: it is on cpu, the kernels are for cuda', reason\n"
         "assert 'triton' not in sys.modules\n"
     )
-    run = _python("-c", code, TRITON_INTERPRET="0")
+    run = fresh.run(code, after="torch", environment={"TRITON_INTERPRET": "0"})
     assert run.returncode == 0, run.stderr

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from rich.console import Console
@@ -24,6 +26,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     console = Console(file=io.StringIO(), width=200)
     results = run(out, seed=5, base_steps=8, steps=4, questions=40, batch_size=32, console=console)
     return out, results, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the quickstart runs in a fresh process costs no start: that is seen where it is run to its end."""
+
+    def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        _, _, module, *arguments = command
+        return fresh.run_module(module, *arguments, environment=options["env"])
+
+    monkeypatch.setattr("hf_entmax.quickstart.reload.subprocess.run", start)
 
 
 def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], str]) -> None:
@@ -79,7 +92,7 @@ def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
 
 
 def test_a_given_model_takes_the_place_of_the_small_one(
-    finished: tuple[Path, dict[str, Any], str], tmp_path: Path
+    finished: tuple[Path, dict[str, Any], str], forked: None, tmp_path: Path
 ) -> None:
     out, _, _ = finished
     console = Console(file=io.StringIO())
@@ -104,7 +117,9 @@ def test_a_decoder_only_model_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", str(tmp_path / "gpt2"), console=Console(file=io.StringIO()))
 
 
-def test_a_model_that_differs_from_its_file_is_found_out(finished: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_model_that_differs_from_its_file_is_found_out(
+    finished: tuple[Path, dict[str, Any], str], forked: None
+) -> None:
     out, _, _ = finished
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs recipes one after another in the processes of one torchrun: their start costs more than a tiny run.
+"""Runs recipes one after another in the processes of one group: their start costs more than a tiny run.
 
     torchrun --standalone --nproc_per_node 2 tests/recipes/processes.py '[{"recipe": "inflection", "arguments": [...]}]'
 

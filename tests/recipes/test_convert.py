@@ -3,13 +3,12 @@
 import csv
 import dataclasses
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -334,8 +333,7 @@ def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
     killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
     words = [w for name, value in dataclasses.asdict(killed).items() if value for w in (f"--{name}", str(value))]
     driver = DRIVER.format(recipes=str(RECIPES), step=11)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", driver, *words], env=environment, capture_output=True, text=True)
+    ended = fresh.run(driver, *words, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     convert.main(dataclasses.replace(killed, resume=True))
     assert len([line for line in log(tmp_path / "whole") if "loss" in line]) > 11

@@ -8,11 +8,10 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -97,12 +96,7 @@ def killed_runs(words, tmp_path_factory):
     options = {name: value for name, value in dataclasses.asdict(whole).items() if value and name != "out"}
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     driver = DRIVER.format(recipes=str(RECIPES), runs=[(str(folder / str(step)), step) for step in STEPS.values()])
-    ended = subprocess.run(
-        [sys.executable, "-c", driver, *given],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    ended = fresh.run(driver, *given, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
     return whole
 

@@ -6,10 +6,9 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -319,7 +318,6 @@ def test_records_with_text(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(data, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = settings(data, "", dropout=0.0, attention="learned", output_alpha=1.5, train_tokens=800, samples=2)
     names = (
         "data",
@@ -338,9 +336,8 @@ def test_two_processes_train_as_one(data, tmp_path):
         f"--{name}={getattr(given, name)}" for name in (*names, "dropout", "attention", "output_alpha", "train_tokens")
     ]
     lm.main(parse(lm.Settings, lm.__doc__, [*words, "--out", str(tmp_path / "one")]))
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*several, str(RECIPES / "language_modeling.py"), *words, "--out", str(tmp_path / "two")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    given = [*words, "--out", tmp_path / "two"]
+    ended = fresh.run_file(RECIPES / "language_modeling.py", *given, processes=2, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
     logs = [[json.loads(x) for x in (tmp_path / out / "log.jsonl").read_text().splitlines()] for out in ("one", "two")]
     losses = [[line["loss"] for line in log if "loss" in line] for log in logs]

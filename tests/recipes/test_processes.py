@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -72,15 +73,10 @@ def alone(recipe, arguments):
 
 def together(jobs, **environment):
     """Run jobs in two processes."""
-    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-    driver = str(Path(__file__).parent / "processes.py")
     paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [*torchrun, driver, json.dumps(jobs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
+    ended = fresh.run_file(
+        Path(__file__).parent / "processes.py", json.dumps(jobs), processes=2, environment=environment
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: a step of FSDP2 in every process gives the losses and alphas of one process that sees all rows."""
+"""Run in every process of a group: a step of FSDP2 in every process gives the losses and alphas of one process that sees all rows."""
 
 import tiny_models as tiny
 import torch

@@ -2,10 +2,9 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import tiny_models as tiny
 import torch
@@ -115,12 +114,6 @@ def test_a_streamed_dataset_is_analysed():
 def test_fully_sharded():
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launcher, str(here / "fsdp2_run.py")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = fresh.run_file(here / "fsdp2_run.py", processes=2, environment=environment)
     assert run.returncode == 0, run.stdout + run.stderr
