@@ -110,12 +110,9 @@ def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[s
     percent = 100 * math.expm1(after - before)
     found = {"heldout_tokens": count, "heldout_before": before, "heldout_after": after, "heldout_percent": percent}
     if pairs:
-        cosines, correct, similarities = [], [], []
-        for vectors in (plain, own):
-            parts = [part.chunk(2) for part in vectors]
-            matrices = [a @ b.T for a, b in parts]
-            correct.append(torch.cat([(m.argmax(1) == torch.arange(len(m))).float() for m in matrices]).mean())
-            similarities.append(torch.cat([m.flatten() for m in matrices]))
+        matrices = [[a @ b.T for a, b in (part.chunk(2) for part in vectors)] for vectors in (plain, own)]
+        correct = [torch.cat([m.argmax(1) == torch.arange(len(m)) for m in each]).float().mean() for each in matrices]
+        similarities = [torch.cat([m.flatten() for m in each]) for each in matrices]
         cosines = torch.cat([(a * b).sum(-1) for a, b in zip(plain, own, strict=True)])
         ranks = torch.stack([values.argsort().argsort().double() for values in similarities])
         found |= {"cosine": float(cosines.mean()), "similarity_correlation": float(torch.corrcoef(ranks)[0, 1])}

@@ -284,11 +284,7 @@ def measure(model: Any, task: Task) -> dict[str, float]:
     if is_patched(model) and hf_entmax.entmax_config(model).mapping == "entmax":
         values = torch.cat([site.flatten() for site in alphas(model).values()])
         values = values[~values.isnan()]
-        found |= {
-            "alpha_mean": float(values.mean()),
-            "alpha_min": float(values.min()),
-            "alpha_max": float(values.max()),
-        }
+        found |= {f"alpha_{name}": float(getattr(values, name)()) for name in ("mean", "min", "max")}
     return found
 
 
@@ -310,18 +306,14 @@ def model_name(where: str) -> str:
     return (folder.parent.name if folder.name == "model" else "") or folder.name
 
 
-def load(auto: Any, where: str | Path) -> Any:
+def load(auto: Any, where: str | Path, adapter: Path | None = None) -> Any:
     """A model to train or to measure: in full precision, whatever its checkpoint was stored in."""
-    return auto.from_pretrained(where, dtype=torch.float32)
-
-
-def load_student(settings: Settings, folder: Path, auto: Any) -> Any:
-    """The finished model, as users load it."""
-    if not settings.lora_rank:
-        return load(auto, folder)
+    model = auto.from_pretrained(where, dtype=torch.float32)
+    if adapter is None:
+        return model
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load(auto, settings.model), folder)
+    return PeftModel.from_pretrained(model, adapter)
 
 
 def main(settings: Settings) -> None:
@@ -364,23 +356,11 @@ def main(settings: Settings) -> None:
         conversion.move(progress.step / training.total)
         pressure = {"pressure": conversion.density.multiplier} if conversion.density is not None else {}
         # The score rises with every evaluation: the last model is the one that is kept.
-        return {
-            "score": float(progress.step),
-            **measure(base_model(run.accelerator.unwrap_model(current)), task),
-            **pressure,
-        }
+        plain = base_model(run.accelerator.unwrap_model(current))
+        return {"score": float(progress.step), **measure(plain, task), **pressure}
 
-    training = Training(
-        run,
-        model,
-        tokenizer,
-        batches,
-        evaluate,
-        loss=conversion.loss,
-        count=task.count,
-        before_step=conversion.move,
-        evaluate_every=settings.evaluate_every,
-    )
+    options = {"loss": conversion.loss, "count": task.count, "before_step": conversion.move}
+    training = Training(run, model, tokenizer, batches, evaluate, evaluate_every=settings.evaluate_every, **options)
     if training.progress.step == 0:
         known = {row["stage"] for row in curve(run, CURVE)}  # of an earlier start
         run.accelerator.wait_for_everyone()
@@ -392,17 +372,16 @@ def main(settings: Settings) -> None:
                 run.say(f"{STAGES[stage]}: " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
                 run.log(0, **{f"dev_{name}": value for name, value in found.items()}, stage=stage)
     training.fit()
-    student = load_student(settings, run.folder / "model", auto).to(run.accelerator.device).eval()
+    finished = run.folder / "model"
+    student = load(auto, settings.model, finished) if settings.lora_rank else load(auto, finished)
+    student.to(run.accelerator.device).eval()
     before, after = task.test(teacher, "before"), task.test(base_model(student), "after")
     measures: dict[str, Any] = {name: value for name, value in training.summary().items() if name != "best_step"}
     measures |= {f"{name}_before": round(value, 4) for name, value in before.items()}
     measures |= {name: round(value, 4) for name, value in after.items()}
     measures |= {name: value for name in FIELDS if (value := getattr(settings, name, None)) is not None}
     measures |= {"lost": round(lost(before, after), 4), **head_statistics(base_model(student), task.probe)}
-    measures |= {
-        "data": settings.train if encoder_decoder else settings.data,
-        "model": model_name(settings.model),
-    }
+    measures |= {"data": settings.train if encoder_decoder else settings.data, "model": model_name(settings.model)}
     task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
     write_curve(run, CURVE)
     finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])

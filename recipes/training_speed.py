@@ -12,6 +12,7 @@ the same batch, with 20 and 80 % quantiles, for an early and a late part of the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -54,20 +55,14 @@ def clock() -> float:
     return time.process_time()
 
 
-def no_evaluation(model: Any) -> dict[str, float]:
-    """Nothing is evaluated here."""
-    return {"score": 0.0}
-
-
 def translation_training(settings: Any, run: Run) -> Training:
     """As `recipes/translation.py` sets it up."""
     pairs = read_pairs(settings.train, settings.source, settings.target)
     set_seed(settings.seed)
     tokenizer = train_bpe((side for pair in pairs for side in pair), settings.vocabulary)
     model = build_seq2seq(settings, len(tokenizer), settings.max_tokens, settings.architecture)
-    return _training(
-        run, make_sparse(model, settings), tokenizer, encode_pairs(pairs, tokenizer, settings.max_tokens)[0]
-    )
+    examples, _ = encode_pairs(pairs, tokenizer, settings.max_tokens)
+    return _training(run, make_sparse(model, settings), tokenizer, examples)
 
 
 def inflection_training(settings: Any, run: Run) -> Training:
@@ -83,19 +78,15 @@ def inflection_training(settings: Any, run: Run) -> Training:
 def _training(run: Run, model: Any, tokenizer: Any, examples: list[Any]) -> Training:
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     batches = Batches.for_training(run, examples, collate, lambda row: len(row["input_ids"]) + len(row["labels"]))
-    return Training(run, model, tokenizer, batches, no_evaluation)
+    return Training(run, model, tokenizer, batches, lambda _: {"score": 0.0})  # nothing is evaluated here
 
 
 def batches_of(training: Training, first: int, count: int) -> list[list[dict[str, Any]]]:
     """The parts of ``count`` steps from step ``first`` on."""
-    found: list[list[dict[str, Any]]] = []
-    while len(found) < count:
-        epoch, place = divmod(first + len(found), len(training.batches))
-        for parts in training.batches.epoch(epoch, place):
-            found.append(parts)
-            if len(found) == count:
-                break
-    return found
+    epoch, place = divmod(first, len(training.batches))
+    rest = (training.batches.epoch(later) for later in itertools.count(epoch + 1))
+    steps = itertools.chain(training.batches.epoch(epoch, place), itertools.chain.from_iterable(rest))
+    return list(itertools.islice(steps, count))
 
 
 def measure(trainings: list[Training], steps: int) -> tuple[list[list[float]], list[list[float]], list[int]]:
@@ -119,10 +110,8 @@ def measure(trainings: list[Training], steps: int) -> tuple[list[list[float]], l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    recipes = {
-        "translation": (translation.Settings, translation_training),
-        "inflection": (inflection.Settings, inflection_training),
-    }
+    recipes = {"translation": (translation.Settings, translation_training)}
+    recipes["inflection"] = inflection.Settings, inflection_training
     parser.add_argument("recipe", choices=recipes)
     parser.add_argument("--steps", type=int, default=200, help="of every model")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file that grows by the rows")
@@ -139,6 +128,7 @@ def main() -> None:
             trainings.append(build(settings, Run(settings, args.recipe)))
             trainings[-1].model.train()
         seconds, losses, tokens = measure(trainings, args.steps)
+    called = shlex.join(["python", "recipes/training_speed.py", args.recipe, "--steps", str(args.steps), *rest])
     half = args.steps // 2
     for first, last in ((_WARM, half), (half, args.steps)):
         for (attention, output), times, loss in zip(SETTINGS, seconds, losses, strict=True):
@@ -157,9 +147,7 @@ def main() -> None:
                 time_ratio_80=f"{high:.3f}",
                 loss=f"{statistics.mean(loss[first:last]):.3f}",
                 clock="wall, GPU" if torch.cuda.is_available() else "CPU time",
-                command=shlex.join(
-                    ["python", "recipes/training_speed.py", args.recipe, "--steps", str(args.steps), *rest]
-                ),
+                command=called,
                 hardware=hardware(),
                 versions=versions("accelerate"),
             )

@@ -294,7 +294,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """What a device is called, for the rows of measurements."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -328,7 +329,7 @@ def _row(
         target=target,
         density=density,
         repeats=len(values),
-        device=_device_name(device),
+        device=device_name(device),
         threads=torch.get_num_threads(),
         dtype=dtype.removeprefix("torch."),
         torch=_version("torch"),

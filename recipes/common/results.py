@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 import hf_entmax
+from hf_entmax.bench.runner import device_name
 
 #: The last columns of every table of runs.
 END = "steps best_step train_seconds tokens_per_second processes command hardware versions"
@@ -85,13 +86,9 @@ def _exclusive(file: IO[str]) -> Iterator[None]:
 
 def hardware() -> str:
     """The processor or GPU, and how many threads were used."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    name = device_name("cpu")
     if torch.cuda.is_available():
-        name += f" + {torch.cuda.get_device_name()}"
+        name += f" + {device_name('cuda')}"
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 

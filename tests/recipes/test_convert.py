@@ -162,7 +162,7 @@ def test_adapters_carry_alphas(place, tmp_path, kind):
     files = {path.name for path in (tmp_path / "run" / "model").iterdir()}
     assert "adapter_config.json" in files and "model.safetensors" not in files
     auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
-    model = convert.load_student(settings(place, "x", kind, lora_rank=2), tmp_path / "run" / "model", auto)
+    model = convert.load(auto, place / kind / "model", adapter=tmp_path / "run" / "model")
     values = torch.cat([site.flatten() for site in alphas(convert.base_model(model)).values()])
     last = rows(tmp_path / "run" / "curve.csv")[-1]
     assert values.mean().item() == pytest.approx(float(last["alpha_mean"]), abs=1e-5)
