@@ -173,6 +173,11 @@ class TiedAlpha(nn.Module):
         """The module that holds the shared number."""
         return self._owner[0]  # type: ignore[index,return-value]
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The open interval that the shared number stays in."""
+        return self.owner.bounds
+
     def forward(self) -> Tensor:
         """The shared value, float32 ``[num_heads]``."""
         return self.owner()[:1].expand(self.num_heads)

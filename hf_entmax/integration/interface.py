@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
@@ -102,6 +103,7 @@ def entmax_attention_forward(
         scaling=scaling,
         dropout=dropout,
         need_weights=_weights_wanted(module, kwargs, observers),
+        alpha_max=getattr(getattr(heads, "original_module", heads), "bounds", (1.0, math.inf))[1],
     )
     if isinstance(attention_mask, StructuredMask):
         options = _read_description(options, query.shape[-2], key_length)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from hf_entmax.ops.mapping import entmax
+from hf_entmax.ops.mapping import solve_along
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
 
@@ -102,17 +102,18 @@ def _known_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.detach().sum())
 
 
-def entmax_normalizer(alpha: float | Tensor) -> Normalizer:
-    """Return entmax over the keys with one alpha (a float) or one per head (a tensor ``[H]``) as a normaliser."""
+def entmax_normalizer(alpha: float | Tensor, alpha_max: float = math.inf) -> Normalizer:
+    """Return entmax over the keys as a normaliser, with one alpha (a float) or one per head (``[H]``), none above a bound."""
     per_head = alpha[:, None, None] if isinstance(alpha, Tensor) and alpha.dim() == 1 else alpha
 
     def normalize(scores: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None or torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
-            return entmax(scores, per_head, -1, mask, backend="torch")
-        # Where there is no mass there is no gradient: autograd need not know of the masking, nor repeat it.
-        with torch.no_grad():
-            scores.masked_fill_(~mask, -math.inf)
-        return entmax(scores, per_head, -1, backend="torch")
+        if mask is not None and (torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None):
+            scores = scores.masked_fill(~mask, -math.inf)
+        elif mask is not None:
+            # Where there is no mass there is no gradient: autograd need not know of the masking, nor repeat it.
+            with torch.no_grad():
+                scores.masked_fill_(~mask, -math.inf)
+        return solve_along(scores, per_head, -1, alpha_max=alpha_max)
 
     return normalize
 
@@ -121,7 +122,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Entmax attention on the dense path; results as of `dense_attention`."""
-    return dense_attention(query, key, value, entmax_normalizer(alpha), options)
+    return dense_attention(query, key, value, entmax_normalizer(alpha, options.alpha_max), options)
 
 
 def _add(scores: Tensor, addend: Tensor, in_place: bool) -> Tensor:

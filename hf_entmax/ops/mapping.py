@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from hf_entmax.ops import opaque
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import checked, compute_dtype, row_probabilities, traced
+from hf_entmax.ops.solve import checked, compute_dtype, recorded, row_probabilities, traced
 
 
 class EntmaxFunction(torch.autograd.Function):
     """Entmax of the rows of a matrix, differentiable in the scores and in ``u = alpha - 1``. See `entmax`."""
 
     @staticmethod
-    def forward(rows: Tensor, u: float | Tensor, kernels: bool) -> Tensor:
-        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities ``[R, d]``, by fused kernels or not."""
+    def forward(rows: Tensor, u: float | Tensor, kernels: bool, steep: bool) -> Tensor:
+        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities; ``kernels``, ``steep``: `row_probabilities`."""
         if opaque.wanted(rows):
             return opaque.row_probabilities(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)), kernels)
-        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u, kernels=kernels)
+        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u, kernels=kernels, steep=steep)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the probabilities; nothing else of the size of the scores is needed."""
-        _, u, _ = inputs
+        u = inputs[1]
         ctx.u = None if isinstance(u, Tensor) else u
         ctx.save_for_backward(*((output, u) if isinstance(u, Tensor) else (output,)))
 
@@ -42,21 +42,23 @@ class EntmaxFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         probs, u = saved[0], saved[1] if ctx.u is None else ctx.u
         grad = grad_outputs[0]
-        with_scores, with_alpha, _ = ctx.needs_input_grad
+        with_scores, with_alpha = ctx.needs_input_grad[:2]
         if opaque.wanted(probs):
             given = (u, 0.0) if isinstance(u, Tensor) else (None, u)
             grad_rows, grad_u = opaque.row_gradients(probs, grad, *given, with_scores, with_alpha)
         elif torch.compiler.is_compiling():
-            return *gradient_rows(probs, grad, u, with_scores, with_alpha), None
+            return *gradient_rows(probs, grad, u, with_scores, with_alpha), None, None
         else:
             grad_rows, grad_u = EntmaxGradientFunction.apply(probs, grad, u, with_scores, with_alpha)
-        return (grad_rows if with_scores else None), (grad_u if with_alpha else None), None
+        return (grad_rows if with_scores else None), (grad_u if with_alpha else None), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor, kernels: bool) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor, kernels: bool, steep: bool
+    ) -> tuple[Tensor, int]:
         """Fold the mapped dimension into the rows."""
         rows, u = _fold(info.batch_size, in_dims[:2], (rows, u))
-        return EntmaxFunction.apply(rows, u, kernels).unflatten(0, (info.batch_size, -1)), 0
+        return EntmaxFunction.apply(rows, u, kernels, steep).unflatten(0, (info.batch_size, -1)), 0
 
 
 class EntmaxGradientFunction(torch.autograd.Function):
@@ -196,13 +198,32 @@ def entmax(
         )
     if mask is not None:
         scores = _apply_mask(scores, mask)
+    return solve_along(scores, alpha, dim, kernels=backend == "auto")
+
+
+def solve_along(
+    scores: Tensor, alpha: float | Tensor, dim: int, *, kernels: bool = False, alpha_max: float = math.inf
+) -> Tensor:
+    """The `entmax` of scores without a mask.
+
+    Args:
+        scores: of any shape but a scalar's.
+        alpha: as in `entmax`.
+        dim: as in `entmax`.
+        kernels: whether fused kernels may be used.
+        alpha_max: no alpha is above it. Up to 2, graphs hold no solver for larger ones and nothing waits for a GPU to say.
+    """
     u = _row_u(alpha, scores, dim)
     moved = scores.movedim(dim, -1)
     if scores.numel() == 0:
         return scores.clone()
-    # torch.jit.trace cannot save a Function, but it can save what that does.
-    solve = EntmaxFunction.forward if traced() else EntmaxFunction.apply
-    probs = solve(moved.reshape(-1, moved.shape[-1]), u, backend == "auto")
+    if recorded():
+        # torch.jit.trace cannot save a Function, but it can save what that does. Rows of lengths that are unknown are not put
+        # into one dimension: exporters take long over products of unknowns.
+        solve = EntmaxFunction.forward if traced() else EntmaxFunction.apply
+        return solve(moved, u, kernels, alpha_max > 2).movedim(-1, dim)
+    u = u.reshape(-1, 1) if isinstance(u, Tensor) else u
+    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u, kernels, alpha_max > 2)
     return probs.reshape(moved.shape).movedim(-1, dim)
 
 
@@ -223,7 +244,7 @@ def _check_broadcast(name: str, tensor: Tensor, scores: Tensor) -> None:
 
 
 def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
-    """Return ``alpha - 1`` as a float or as one number per row, ``[R, 1]`` in the compute dtype."""
+    """Return ``alpha - 1`` as a float or as one number per row, ``[..., 1]`` in the compute dtype."""
     if not isinstance(alpha, Tensor):
         return check_alpha(alpha) - 1
     if not alpha.is_floating_point():
@@ -237,7 +258,7 @@ def _row_u(alpha: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
         )
     row_shape = scores.movedim(dim, -1).shape[:-1]
     u = (padded - 1).to(device=scores.device, dtype=compute_dtype(scores.dtype))
-    return u.expand(*row_shape, 1).reshape(-1, 1)
+    return u.expand(*row_shape, 1)
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:

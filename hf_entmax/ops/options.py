@@ -37,6 +37,7 @@ class AttentionOptions:
         scaling: factor of the scores; ``D ** -0.5`` if None.
         dropout: probability of dropping a weight, from 0 to ``1 - 2**-24``; applied whenever it is above 0.
         need_weights: whether to return the weights; ``"sparse"`` allows `hf_entmax.ops.SparseRows`.
+        alpha_max: the caller's promise that no alpha is above it; up to 2 it spares graphs a solver.
 
     Raises:
         TypeError: if ``sliding_window`` is no integer.
@@ -52,6 +53,7 @@ class AttentionOptions:
     scaling: float | None = None
     dropout: float = 0.0
     need_weights: bool | Literal["sparse"] = False
+    alpha_max: float = math.inf
 
     def __post_init__(self) -> None:
         window = self.sliding_window

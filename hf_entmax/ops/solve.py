@@ -141,20 +141,21 @@ def chunk_rows(rows: int, length: int, device: torch.device) -> int:
     return max(1, min(rows, elements // max(1, length)))
 
 
-def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = False) -> Tensor:
+def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = False, steep: bool = True) -> Tensor:
     """Map every row of ``scores`` to its entmax probabilities.
 
     Args:
         scores: ``[R, d]``, any floating dtype. Entries at or below ``finfo.min / 2`` get no mass.
         u: ``alpha - 1 >= 0``, a float or a tensor ``[R, 1]`` in the compute dtype.
         kernels: whether a fused kernel may do it, where there is one and it is worth its compilation.
+        steep: whether ``u`` may be above 1; False saves looking, and in graphs the way for it.
 
     Returns:
         ``[R, d]`` probabilities in the dtype of ``scores``; rows without any unmasked entry are 0, rows that contain
         NaN or ``+inf`` are NaN. Not differentiable.
     """
     if not values_visible(scores):
-        return _solve_chunk(scores, u, visible=False).to(scores.dtype)
+        return _solve_chunk(scores, u, visible=False, steep=steep).to(scores.dtype)
     rows, length = scores.shape
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     kernel = None
@@ -162,13 +163,13 @@ def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = Fals
         from hf_entmax.ops.backends import row_kernel  # which knows attention, which knows entmax
 
         # Above alpha = 2 the kernels' thresholds, in float32, are not as exact as the edge of the support found here.
-        kernel = None if is_steep(u) else row_kernel(scores)
+        kernel = None if steep and is_steep(u) else row_kernel(scores)
     chunk = chunk_rows(rows, length, scores.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         part_u = u[part] if isinstance(u, Tensor) else u
         if kernel is None:
-            out[part] = _solve_chunk(scores[part], part_u, visible=True)
+            out[part] = _solve_chunk(scores[part], part_u, visible=True, steep=steep)
         else:
             kernel.solve_rows(scores[part], part_u, floor=masked_below(scores.dtype), out=out[part])
     return out
@@ -180,8 +181,9 @@ def is_steep(u: float | Tensor) -> bool:
 
 
 def _length_bound(length: int) -> int:
-    """Return the row length that fixed numbers of steps must suffice for: in an export it may be unknown."""
-    return EXPORT_LENGTH if recorded() else length
+    """Return the row length that fixed numbers of steps must suffice for: in a recorded graph it may be unknown."""
+    unknown = traced() or torch.compiler.is_dynamo_compiling() or not isinstance(length, int)
+    return EXPORT_LENGTH if recorded() and unknown else length
 
 
 def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
@@ -194,21 +196,24 @@ def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
     return final + math.ceil(0.75 * min(1.0, u_max) * math.log2(max(2, length)))
 
 
-def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool) -> Tensor:
+def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool, steep: bool) -> Tensor:
     """Solve one chunk of rows in the compute dtype; unless ``visible``, no control flow depends on values."""
     centred, alive = _centre(scores)
-    probs, total = solve_centred(centred, u, visible=visible)
+    probs, total = solve_centred(centred, u, visible=visible, steep=steep)
     # A row without support stays at zero; NaN survives and spoils its whole row, as it should.
     return probs.mul_(torch.where(alive, 1 / total, torch.zeros_like(total)))
 
 
-def solve_centred(centred: Tensor, u: float | Tensor, *, visible: bool = True) -> tuple[Tensor, Tensor]:
+def solve_centred(
+    centred: Tensor, u: float | Tensor, *, visible: bool = True, steep: bool = True
+) -> tuple[Tensor, Tensor]:
     """Solve rows whose largest entry is 0.
 
     Args:
         centred: ``[R, d]``, float32 or float64; ``-inf`` where an entry is masked. Consumed.
         u: ``alpha - 1 >= 0``, a float or ``[R, 1]`` of the same dtype.
         visible: whether values may steer the computation.
+        steep: whether a tensor ``u`` may be above 1.
 
     Returns:
         ``[1 + u (z - c)]_+ ^ (1/u)`` ``[R, d]`` for a ``c`` next to the threshold, and its sum ``[R, 1]``, by which it is
@@ -216,19 +221,21 @@ def solve_centred(centred: Tensor, u: float | Tensor, *, visible: bool = True) -
     """
     if not isinstance(u, Tensor):
         return _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
+    if not steep:
+        return _convex(centred, u, visible=visible)
     if not visible:
-        if not torch.compiler.is_compiling():
-            return _either(centred, u)
+        if recorded() or not torch.compiler.is_compiling():
+            return _either(centred, u)  # plain operations: branches are slow to export
         # Only the branch that is needed runs: sorting every row would cost more than all the rest.
         probs, total = torch.cond((u > 1).any(), _either, _convex_branch, (centred, u))
         return probs.clone(), total
-    steep = (u > 1).squeeze(-1)
-    if not bool(steep.any()):
+    above = (u > 1).squeeze(-1)
+    if not bool(above.any()):
         return _convex(centred, u, visible=True)
     probs, total = torch.empty_like(centred), torch.empty_like(u)
-    probs[steep], total[steep] = _steep(centred[steep], u[steep])
-    if not bool(steep.all()):
-        probs[~steep], total[~steep] = _convex(centred[~steep], u[~steep], visible=True)
+    probs[above], total[above] = _steep(centred[above], u[above])
+    if not bool(above.all()):
+        probs[~above], total[~above] = _convex(centred[~above], u[~above], visible=True)
     return probs, total
 
 

@@ -51,7 +51,7 @@ def test_a_trace_is_saved_and_computes_the_same(tmp_path, family, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "options"), [("bert", {"alpha": 1.5}), ("llama", {})])
+@pytest.mark.parametrize(("family", "options"), [("bert", {"alpha": 1.5}), ("llama", {}), ("bart", {})])
 def test_an_exported_program_needs_no_kernel_of_ours(family, options):
     model, tensors, expected = _case(family, options)
     with torch.no_grad():
@@ -61,18 +61,47 @@ def test_an_exported_program_needs_no_kernel_of_ours(family, options):
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.works_with("onnxruntime", "torch.onnx.export(dynamo=True) of encoders, decoders and encoder-decoders")
-@pytest.mark.parametrize(
-    ("family", "options"), [("bert", {}), ("llama", {"alpha": 1.5}), ("llama", {}), ("bart", {"alpha": 1.5})]
-)
-def test_onnx_runs_elsewhere(tmp_path, family, options):
+def _onnx_runs(model, tensors, expected, path, shapes=None, others=()):
+    """Export, and compare what onnxruntime computes: for the inputs it was exported with and for others."""
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model, tensors, expected = _case(family, options)
     with torch.no_grad():
-        torch.onnx.export(model, tensors, tmp_path / "model.onnx", input_names=model.names, dynamo=True, verbose=False)
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
-    feed = {given.name: tensors[model.names.index(given.name)].numpy() for given in session.get_inputs()}
-    (found,) = session.run(None, feed)
-    torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-5, rtol=1e-4)
+        torch.onnx.export(
+            model, tensors, path, input_names=model.names, dynamo=True, verbose=False, dynamic_shapes=shapes
+        )
+    session = runtime.InferenceSession(path)
+    for given, wanted in [(tensors, expected), *others]:
+        feed = {put.name: given[model.names.index(put.name)].numpy() for put in session.get_inputs()}
+        (found,) = session.run(None, feed)
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.works_with("onnxruntime", "torch.onnx.export(dynamo=True) of encoders, decoders and encoder-decoders")
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("llama", {"alpha": 1.5}), ("llama", {}), ("bart", {})])
+def test_onnx_runs_elsewhere(tmp_path, family, options):
+    _onnx_runs(*_case(family, options), tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.works_with("onnxruntime", "the same with a free batch size and length")
+@pytest.mark.parametrize(("family", "options"), [("llama", {"alpha": 1.5})])
+def test_onnx_takes_batches_of_other_sizes(tmp_path, family, options):
+    model, tensors, expected = _case(family, options)
+    others = []
+    for rows, length in ((1, 4), (2, 13)):
+        mask = torch.ones(rows, length, dtype=torch.long)
+        mask[0, -1] = 0
+        batch = torch.randint(3, tiny.VOCAB, (rows, length)), mask
+        with torch.no_grad():
+            others.append((batch, model(*batch)))
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    _onnx_runs(model, tensors, expected, tmp_path / "model.onnx", ((free, free),), others)
+
+
+@pytest.mark.slow
+def test_an_alpha_above_2_is_exported_too():
+    model, tensors, expected = _case("bert", {"alpha_range": (1.0, 4.0), "alpha_init": 3.0})
+    with torch.no_grad():
+        found = torch.export.export(model, tensors).module()(*tensors)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
