@@ -10,93 +10,46 @@ from torch import Tensor
 
 from hf_entmax.analysis.metrics.forms import HeadWeights
 
-#: Roles found in any text, in the order in which their sums are kept.
-TEXT_ROLES = (
-    "previous",
-    "current",
-    "next",
-    "first",
-    "special",
-    "punctuation",
-    "subword",
-    "repeated",
-    "induction",
-    "question",
-    "copy",
-    "diagonal",
-    "monotone",
-)
+#: Role -> its name in tables and legends, and what such a head looks at. In the order in which the sums are kept: roles
+#: found in any text first, then those of gold annotation.
+_ROLES = {
+    "previous": ("previous token", "the previous token"),
+    "current": ("same token", "the token itself"),
+    "next": ("next token", "the next token"),
+    "first": ("first token", "the first token"),
+    "special": ("special tokens", "special tokens"),
+    "punctuation": ("punctuation", "punctuation"),
+    "subword": ("subword merging", "the other subwords of the same word"),
+    "repeated": ("repeated token", "other occurrences of the same token"),
+    "induction": ("induction", "what followed an earlier occurrence of the same token"),
+    "question": ("interrogation", "the question mark from the word that asks"),
+    "copy": ("copying", "the source tokens equal to the token being produced"),
+    "diagonal": ("same relative position", "the source token at the same relative position"),
+    "monotone": ("monotone alignment", "one of the two source tokens after the one it looked at before"),
+    "dependency_head": ("dependency head", "the syntactic head"),
+    "dependent": ("dependent", "a syntactic dependent"),
+    "aligned_output": ("alignment (output)", "the source words aligned with the word being produced"),
+    "aligned_input": ("alignment (input)", "the source words aligned with the word just read"),
+}
+ROLE_NAMES = {role: name for role, (name, _) in _ROLES.items()}
+ROLE_PHRASES = {role: phrase for role, (_, phrase) in _ROLES.items()}
 DEPENDENCY_ROLES = ("dependency_head", "dependent")
 ALIGNMENT_ROLES = ("aligned_output", "aligned_input")
+TEXT_ROLES = tuple(role for role in _ROLES if role not in (*DEPENDENCY_ROLES, *ALIGNMENT_ROLES))
 
 #: Which of two roles names a head when both explain it equally well: the more telling one. In a causal site the token
 #: before a subword is a subword of the same word, so that a head that keeps a distance also merges words; a head that
 #: looks at the question mark also looks at punctuation. In cross-attention between equal sequences the same position is
 #: also the same relative position, and a step ahead of what was looked at before.
 PRECEDENCE = (
-    "question",
-    "copy",
-    "previous",
-    "next",
-    "aligned_output",
-    "aligned_input",
-    "dependency_head",
-    "dependent",
-    "subword",
-    "current",
-    "diagonal",
-    "monotone",
-    "induction",
-    "repeated",
-    "first",
-    "special",
-    "punctuation",
-)
+    "question", "copy", "previous", "next", "aligned_output", "aligned_input", "dependency_head", "dependent", "subword",
+    "current", "diagonal", "monotone", "induction", "repeated", "first", "special", "punctuation",
+)  # fmt: skip
 #: Keys ahead of the one looked at before that a monotone head may move to.
 MONOTONE_STEPS = 2
 #: Strengths closer than this count as equal.
 TIE = 0.05
 
-#: What a head of each role does, to follow "looks at".
-ROLE_PHRASES = {
-    "previous": "the previous token",
-    "current": "the token itself",
-    "next": "the next token",
-    "first": "the first token",
-    "special": "special tokens",
-    "punctuation": "punctuation",
-    "subword": "the other subwords of the same word",
-    "repeated": "other occurrences of the same token",
-    "induction": "what followed an earlier occurrence of the same token",
-    "question": "the question mark from the word that asks",
-    "copy": "the source tokens equal to the token being produced",
-    "diagonal": "the source token at the same relative position",
-    "monotone": "one of the two source tokens after the one it looked at before",
-    "dependency_head": "the syntactic head",
-    "dependent": "a syntactic dependent",
-    "aligned_output": "the source words aligned with the word being produced",
-    "aligned_input": "the source words aligned with the word just read",
-}
-#: The same in a word or two, for tables and legends.
-ROLE_NAMES = {
-    "previous": "previous token",
-    "current": "same token",
-    "next": "next token",
-    "first": "first token",
-    "special": "special tokens",
-    "punctuation": "punctuation",
-    "subword": "subword merging",
-    "repeated": "repeated token",
-    "induction": "induction",
-    "question": "interrogation",
-    "copy": "copying",
-    "diagonal": "same relative position",
-    "monotone": "monotone alignment",
-    "dependency_head": "dependency head",
-    "dependent": "dependent",
-    "aligned_output": "alignment (output)",
-    "aligned_input": "alignment (input)",
-}
 # In cross-attention an offset is a distance between target and source positions.
 CROSS_ROLE_PHRASES = {
     "previous": "the source position one before the target position",
@@ -128,9 +81,7 @@ class HeadRole:
 
 def strength(score: Tensor, chance: Tensor) -> Tensor:
     """Score corrected for chance as in Cohen's kappa; NaN where an even head would score 1 already."""
-    return torch.where(
-        chance < 1.0, (score - chance) / (1.0 - chance).clamp(min=1e-12), torch.full_like(score, float("nan"))
-    )
+    return torch.where(chance < 1.0, (score - chance) / (1.0 - chance).clamp(min=1e-12), float("nan"))
 
 
 def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
@@ -142,9 +93,8 @@ def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
     if not roles:
         return None
     strongest = max(role.strength for role in roles)
-    return min(
-        (role for role in roles if role.strength >= strongest - TIE), key=lambda role: PRECEDENCE.index(role.role)
-    )
+    tied = [role for role in roles if role.strength >= strongest - TIE]
+    return min(tied, key=lambda role: PRECEDENCE.index(role.role))
 
 
 def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
@@ -159,10 +109,8 @@ def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
     Returns:
         bool [B, T_q, T_k].
     """
-    num_queries, num_keys = pairs.shape[-2:]
-    distance = torch.arange(num_keys, device=pairs.device) - torch.arange(num_queries, device=pairs.device).unsqueeze(
-        -1
-    )
+    queries, keys = (torch.arange(size, device=pairs.device) for size in pairs.shape[-2:])
+    distance = keys - queries.unsqueeze(-1)
     return pairs & ((distance + shift.view(-1, 1, 1)) == offset)
 
 
@@ -199,9 +147,8 @@ def text_targets(
         One bool tensor [B, T_q, T_k] per role. "monotone" depends on the head and marks none, see `monotone_mass`.
     """
     nothing = torch.zeros_like(pairs)
-    targets = {
-        name: offset_targets(pairs, shift, offset) for name, offset in (("previous", -1), ("current", 0), ("next", 1))
-    }
+    offsets = {"previous": -1, "current": 0, "next": 1}
+    targets = {name: offset_targets(pairs, shift, offset) for name, offset in offsets.items()}
     keys = torch.arange(pairs.shape[-1], device=pairs.device)
     first = pairs & (keys == first_key.view(-1, 1)).unsqueeze(1)
     if not cross:
@@ -212,14 +159,12 @@ def text_targets(
         targets["special"] = pairs & special.unsqueeze(1)
     if punctuation is not None:
         targets["punctuation"] = pairs & punctuation.unsqueeze(1)
+    off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     if not cross and words is not None:
-        off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
         same = (words.unsqueeze(-1) == words.unsqueeze(-2)) & (words >= 0).unsqueeze(-1)
         targets["subword"] = pairs & same & off_diagonal
     if not cross and tokens is not None:
-        real = tokens >= 0
-        same_token = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & real.unsqueeze(-1)
-        off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+        same_token = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & (tokens >= 0).unsqueeze(-1)
         targets["repeated"] = pairs & same_token & off_diagonal
         # Key k follows an earlier occurrence of the query's token: tokens[k - 1] == tokens[q] with k - 1 < q.
         earlier = same_token & off_diagonal.tril()
