@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,22 +111,12 @@ def doctor(
 
     import hf_entmax
 
-    versions = Table(title="Versions")
-    versions.add_column("package")
-    versions.add_column("version")
-    versions.add_row("hf_entmax", hf_entmax.__version__)
-    versions.add_row("python", platform.python_version())
-    versions.add_row("torch", torch.__version__)
-    versions.add_row("transformers", transformers.__version__)
-    for package in ("accelerate", "peft", "numba", "triton", "matplotlib"):
-        versions.add_row(package, _version(package))
-    _console.print(versions)
-    backends = Table(title="Backends")
-    backends.add_column("backend")
-    backends.add_column("state")
-    for name, state in hf_entmax.available_backends().items():
-        backends.add_row(name, escape(str(state)))
-    _console.print(backends)
+    versions = {"hf_entmax": hf_entmax.__version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions |= {package: _version(package) for package in ("accelerate", "peft", "numba", "triton", "matplotlib")}
+    _console.print(_table("Versions", ("package", "version"), versions.items()))
+    states = ((name, escape(str(state))) for name, state in hf_entmax.available_backends().items())
+    _console.print(_table("Backends", ("backend", "state"), states))
     if compile:
         _compile_kernels()
     try:
@@ -248,14 +239,12 @@ def _examine(model: str) -> None:
     except ValueError as error:
         _console.print(f"[red]No:[/] {escape(str(error))}")
         raise typer.Exit(1) from error
-    table = Table(title=f"{type(built).__name__} can be patched")
-    for column in ("site", "attention modules", "heads"):
-        table.add_column(column)
-    sites = attention_sites(built)
-    for site in dict.fromkeys(s.site for s in sites):
-        own = [s for s in sites if s.site == site]
-        table.add_row(site, str(len(own)), str(sum(s.num_heads for s in own)))
-    _console.print(table)
+    heads: dict[str, list[int]] = {}
+    for site in attention_sites(built):
+        heads.setdefault(site.site, []).append(site.num_heads)
+    rows = ((site, str(len(own)), str(sum(own))) for site, own in heads.items())
+    title = f"{type(built).__name__} can be patched"
+    _console.print(_table(title, ("site", "attention modules", "heads"), rows))
     kept = hf_entmax.unpatched_softmax(built)
     _console.print(escape("Keeps a softmax: " + ", ".join(kept)) if kept else "Nothing keeps a softmax.")
 
@@ -272,19 +261,21 @@ def _compile_kernels() -> None:
     _console.print(f"CPU kernels: compiled, {escape(kept)}.", highlight=False)
 
 
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _alpha_table(model: Any, title: str) -> Table:
     import hf_entmax
 
-    table = Table(title=title)
-    for column in ("site", "layers", "heads", "alpha"):
-        table.add_column(column)
     config = hf_entmax.entmax_config(model)
-    if config.mapping != "entmax":
-        table.add_row(config.mapping, "", "", str(dict(config.mapping_options)))
-        return table
-    for site, values in hf_entmax.alphas(model).items():
-        table.add_row(site, str(values.shape[0]), str(values.shape[1]), f"{values.nanmean():.3f}")
-    return table
+    rows = [(config.mapping, "", "", str(dict(config.mapping_options)))]
+    if config.mapping == "entmax":
+        rows = [(site, *map(str, a.shape), f"{a.nanmean():.3f}") for site, a in hf_entmax.alphas(model).items()]
+    return _table(title, ("site", "layers", "heads", "alpha"), rows)
 
 
 def _round_trip() -> None:
@@ -295,13 +286,11 @@ def _round_trip() -> None:
 
     import hf_entmax
 
-    sizes: dict[str, Any] = dict.fromkeys(["encoder_layers", "decoder_layers"], 1) | dict.fromkeys(
-        ["encoder_attention_heads", "decoder_attention_heads"], 2
-    )
-    widths: dict[str, Any] = dict.fromkeys(
-        ["d_model", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size", "max_position_embeddings"], 16
-    )
-    model = hf_entmax.patch_model(BartForConditionalGeneration(BartConfig(**sizes, **widths)))
+    sizes: dict[str, Any] = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)
+    config = BartConfig(**sizes, vocab_size=16, max_position_embeddings=16)
+    model = hf_entmax.patch_model(BartForConditionalGeneration(config))
     ids = torch.arange(3, 12)[None]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(input_ids=ids, labels=ids).loss.backward()
