@@ -99,9 +99,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or model_type: whether that model can be patched.")
     ] = None,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the CPU kernels now; kept for later runs.")
-    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the CPU kernels now, for good.")] = False,
 ) -> None:
     """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
     if model is not None:
@@ -198,9 +196,7 @@ def _load(model: str, auto_class: str | None) -> Any:
 
     looks_like_a_folder = model.startswith((".", "~", "/")) or model.count("/") > 1 or Path(model).is_absolute()
     if looks_like_a_folder and not Path(model).is_dir():
-        raise ValueError(
-            f"There is no folder {model}: give a folder that holds a saved model, or a Hub id (owner/name)."
-        )
+        raise ValueError(f"There is no folder {model}: give one that holds a saved model, or a Hub id (owner/name).")
     if auto_class is None:
         config = transformers.AutoConfig.from_pretrained(model)
         names = getattr(config, "architectures", None) or []

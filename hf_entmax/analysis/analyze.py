@@ -222,9 +222,7 @@ class _Run:
             self.warn(f"{self.name}: {note}")
         statistics.notes += encoder.remarks()
         if self.sites is not None:
-            statistics.notes.append(
-                "The data have no target sentences: cross-attention and decoder self-attention are left out."
-            )
+            statistics.notes.append("The data have no target sentences: attention of the decoder is left out.")
         if sentences:
             sites = ("encoder_self",) if encoder.encoder_decoder else None
             self._gold(statistics, "dependency", "treebank", Encoder.dependencies, sentences, sites)
@@ -291,9 +289,7 @@ def _check_options(
     if importance not in ("none", "gradient", "masking", "both"):
         raise ValueError(f"importance is {importance!r}; allowed are none, gradient, masking and both.")
     if language not in INTERROGATIVE_WORDS:
-        raise ValueError(
-            f"language is {language!r}; interrogative words are known for {', '.join(INTERROGATIVE_WORDS)}."
-        )
+        raise ValueError(f"language is {language!r}; words that ask are known for {', '.join(INTERROGATIVE_WORDS)}.")
     for what, value in (("max_sentences", max_sentences), ("importance_sentences", importance_sentences)):
         if value < 1:
             raise ValueError(f"{what} is {value}; it must be at least 1.")
@@ -324,9 +320,7 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
     if not isinstance(entry, (str, os.PathLike)):
         if tokenizer is None:
             if not getattr(entry, "name_or_path", ""):
-                raise ValueError(
-                    "a model that was not loaded from a name or folder needs its tokenizer: pass tokenizer=."
-                )
+                raise ValueError("a model without a name or path needs its tokenizer: pass tokenizer=.")
             tokenizer = transformers.AutoTokenizer.from_pretrained(entry.name_or_path)
         return entry, tokenizer
     entry = os.fspath(entry)
@@ -348,7 +342,7 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
         tokenizer = transformers.AutoTokenizer.from_pretrained(entry)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{entry}: no tokenizer can be loaded from there ({error}). Save the tokenizer with the model."
+            f"{entry}: no tokenizer can be loaded from there ({error}). Save it with the model."
         ) from error
     return loaded.to(device), tokenizer
 

@@ -124,9 +124,7 @@ def _score(text: str) -> tuple[str, list[float]]:
     try:
         return name.strip(), [float(part) for part in numbers.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(
-            f"--score {text!r}: write NAME=NUMBER, or NAME=NUMBER,NUMBER for two models."
-        ) from error
+        raise typer.BadParameter(f"--score {text!r}: write NAME=NUMBER, for two models NAME=NUMBER,NUMBER.") from error
 
 
 def _site_table(statistics) -> Table:

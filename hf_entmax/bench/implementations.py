@@ -56,9 +56,8 @@ def _additive_mask(problem: Problem) -> Tensor | None:
     if problem.real_keys is None:
         return None
     forbidden = ~problem.real_keys[:, None, None, :]
-    return torch.zeros_like(forbidden, dtype=problem.query.dtype).masked_fill(
-        forbidden, torch.finfo(problem.query.dtype).min
-    )
+    dtype = problem.query.dtype
+    return torch.zeros_like(forbidden, dtype=dtype).masked_fill(forbidden, torch.finfo(dtype).min)
 
 
 def _dense(problem: Problem, mapping: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:

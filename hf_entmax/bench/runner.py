@@ -171,9 +171,8 @@ def _measure_case(
     report: Callable[[str], None],
 ) -> list[Measurement]:
     problem = make_problem(case, device, dtype)
-    ours = next(
-        (n for n in ("ours_triton", "ours_numba", "ours_torch") if unavailable(n, device) is None), "ours_torch"
-    )
+    kernels = [name for name in ("ours_triton", "ours_numba") if unavailable(name, device) is None]
+    ours = [*kernels, "ours_torch"][0]
     names = [ours, *(name for name in (case.against if chosen is None else chosen) if name != ours)]
     functions = {}
     for name in names:
@@ -214,7 +213,7 @@ def _checked(name: str, problem: Problem, dtype: torch.dtype) -> Callable[[], to
     error = ((out - exact).abs().max() / exact.abs().max()).item()
     if not error <= _TOLERANCE[dtype]:
         raise RuntimeError(
-            f"{name} is wrong in case {problem.case.name!r}: its output differs by {error:.1e} (relative)."
+            f"{name} is wrong in case {problem.case.name!r}: its output is off by {error:.1e} (relative)."
         )
     return function
 

@@ -259,9 +259,8 @@ def certified_beam_search(
     num_beams = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     count = generation_config.num_return_sequences or 1
     processors, alpha = without_entmax(logits_processor)
-    member = Member(
-        model, output_alpha_of(model, None) if alpha is None else alpha, input_ids, processors, model_kwargs
-    )
+    alpha = output_alpha_of(model, None) if alpha is None else alpha
+    member = Member(model, alpha, input_ids, processors, model_kwargs)
     eos, criteria = end_of_sequence(generation_config, stopping_criteria)
     ensemble = Ensemble([member], eos, int(generation_config.max_length) - input_ids.shape[1], criteria)
     results = tuple(found.result(tolerance) for found in run_beams(ensemble, num_beams))

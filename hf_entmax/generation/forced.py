@@ -164,9 +164,7 @@ def force_decode(
     given = targets.tolist() if isinstance(targets, Tensor) else targets
     rows = [[int(token) for token in row if int(token) != -100] for row in given]
     if len(rows) != size or not all(rows):
-        raise ValueError(
-            f"targets must hold one non-empty list of token ids per input: got {len(rows)} for {size} inputs."
-        )
+        raise ValueError(f"targets must hold one non-empty list of ids per input: got {len(rows)} for {size} inputs.")
     text = labeller(tokenizer)
     results = []
     for index, target in enumerate(rows):
@@ -181,7 +179,7 @@ def force_decode(
         )
         if max(target) >= log_probs.shape[-1] or min(target) < 0:
             raise ValueError(
-                f"targets hold {max(target)} or {min(target)}, outside the vocabulary of {log_probs.shape[-1]}."
+                f"targets hold {max(target)} or {min(target)}, outside a vocabulary of {log_probs.shape[-1]}."
             )
         steps = [_step(row.exp(), token, text, max_support) for row, token in zip(log_probs, target, strict=True)]
         results.append(ForcedDecoding(steps))

@@ -37,9 +37,7 @@ def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | N
             raise TypeError(f"alpha must be a floating-point tensor or a float, not a tensor of {alpha.dtype}.")
         wrong = ~((alpha >= 1) & (alpha < math.inf))
         if bool(wrong.any()):
-            raise ValueError(
-                f"alpha holds {alpha[wrong].flatten()[0].item()}: entmax is defined for finite alpha >= 1."
-            )
+            raise ValueError(f"alpha holds {alpha[wrong].flatten()[0].item()}: entmax needs finite alpha >= 1.")
         if alpha.numel() == 1:
             return float(alpha.detach()), None
         try:
@@ -126,9 +124,7 @@ def _check_distributions(labels: Tensor, classes: int) -> Tensor:
     slack = 1e-4 if flat.dtype in (torch.float32, torch.float64) else 2e-2
     wrong = ~((total - 1.0).abs() <= slack)
     if bool(wrong.any()):
-        raise ValueError(
-            f"labels are distributions whose rows must sum to 1, but one sums to {total[wrong][0].item():.6g}."
-        )
+        raise ValueError(f"labels are distributions and must sum to 1, but one sums to {total[wrong][0].item():.6g}.")
     if flat.numel() and bool((flat < 0).any()):
         raise ValueError(f"labels are distributions and must not be negative, but hold {flat.min().item():.6g}.")
     return flat

@@ -79,9 +79,8 @@ def read_verbs(path: Path | None = None) -> list[Verb]:
     expected = ["lemma", *SLOTS, "class"]
     if header != expected:
         raise ValueError(f"{path or table_path()} has the columns {header}; {expected} are expected.")
-    return [
-        Verb(row[0], dict(zip(SLOTS, (tuple(c.split("|")) for c in row[1:5]), strict=True)), row[5]) for row in rows
-    ]
+    forms = lambda row: (tuple(cell.split("|")) for cell in row[1:5])  # noqa: E731
+    return [Verb(row[0], dict(zip(SLOTS, forms(row), strict=True)), row[5]) for row in rows]
 
 
 def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) -> tuple[list[Verb], list[Verb]]:
@@ -138,9 +137,8 @@ def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
 
     def derives(verb: Verb, base: Verb) -> bool:
         prefix = verb.lemma.removesuffix(base.lemma)
-        return all(
-            {prefix + form for form in base.forms[slot]} & set(verb.forms[slot]) for slot in ("past", "past_participle")
-        )
+        pairs = [(base.forms[slot], verb.forms[slot]) for slot in ("past", "past_participle")]
+        return all({prefix + form for form in bases} & set(forms) for bases, forms in pairs)
 
     parents = {}
     for lemma, verb in by_lemma.items():
@@ -161,9 +159,8 @@ def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
     )
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
-    )
+    end = ("</s>", vocabulary["</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -227,9 +227,7 @@ class _Task:
             return self.own_loss(model, batch)
         value = model(**batch).loss
         if value is None:
-            raise ValueError(
-                f"{type(model).__name__} returns no loss: give calibrate_alphas loss=, a function of model and batch."
-            )
+            raise ValueError(f"{type(model).__name__} returns no loss: give loss=, a function of model and batch.")
         return value
 
     def mean(self, values: list[float], batches: list[int]) -> float:
@@ -249,9 +247,7 @@ class _Task:
             self.reference = [float(self.loss(self.model, batch)) for batch in self.batches]
         mean = self.mean(self.reference, list(range(len(self.batches))))
         if not math.isfinite(mean):
-            raise ValueError(
-                f"the loss of this model with softmax attention is {mean}: there is nothing to compare with."
-            )
+            raise ValueError(f"the loss with softmax attention is {mean}: there is nothing to compare with.")
         return mean
 
     @torch.no_grad()
@@ -331,9 +327,8 @@ class _Search:
         fits = rise <= self.budget
         if fits and (not self.fits or _zeros(self._density) > self.zeros):
             self.accept(values)
-        self.say(
-            f"{name}: {_zeros(self._density):.1%} zeros at {rise:+.4f} nats per token{'' if fits else ', too much'}"
-        )
+        verdict = "" if fits else ", too much"
+        self.say(f"{name}: {_zeros(self._density):.1%} zeros at {rise:+.4f} nats per token{verdict}")
         return rise if math.isfinite(rise) else math.inf
 
     def choose(self, sensitivity: Sensitivity) -> float:

@@ -165,9 +165,8 @@ def measure_sensitivity(
             weights, places = seen.weights.pop(name).detach(), places_of[seen.sites[name].name]
             step = max(1, weights.shape[2] // ROWS)
             allowed = pairs[name][:, None, ::step]
-            tried = _try_rows(
-                weights[:, :, ::step], gradient if gradient is None else gradient[:, :, ::step], allowed, vector
-            )
+            slope = gradient if gradient is None else gradient[:, :, ::step]
+            tried = _try_rows(weights[:, :, ::step], slope, allowed, vector)
             possible.index_add_(0, places, allowed.sum().double().cpu().expand(len(places)))
             kept.index_add_(0, places, tried[0].cpu())
             second.index_add_(0, places, tried[1].cpu() * step)

@@ -244,9 +244,7 @@ class _Collector:
         first_index: int,
     ) -> None:
         self._batches += 1
-        lengths = {
-            context.site: context.query_counts.long().cpu() for context in contexts.values() if context.per_sentence
-        }
+        lengths = {c.site: c.query_counts.long().cpu() for c in contexts.values() if c.per_sentence}
         for site, rows in densities.items():
             heads = max(self.sums[site].num_heads)
             stacked = torch.full((len(self.layers[site]), info.size, heads), float("nan"), dtype=torch.float64)
@@ -275,10 +273,8 @@ class _Collector:
         """Brings the sums to the CPU and gives them their meaning."""
         self._prune()
         for site, remembered in self._remembered.items():
-            decoded = {
-                i: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for i, ids in remembered.items()
-            }
-            self.extremes[site].texts = decoded
+            read = lambda ids: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)  # noqa: E731
+            self.extremes[site].texts = {index: read(ids) for index, ids in remembered.items()}
         options = self.options
         relations = UNIVERSAL_RELATIONS if "dependency" in options.groups else ()
         statistics = AttentionStatistics(name, {}, _alphas(self.model, self.layers), self.num_sentences, notes=notes)
@@ -299,9 +295,7 @@ def _check_options(groups, sites, max_distance, alignment_threshold, density_thr
             raise TypeError(f"{what} must be a sequence of names, got the string {given!r}; write [{given!r}].")
         unknown = [value for value in given or () if value not in allowed]
         if unknown:
-            raise ValueError(
-                f"{what} holds {', '.join(map(repr, unknown))}; allowed are {', '.join(map(repr, allowed))}."
-            )
+            raise ValueError(f"{what} holds {str(unknown)[1:-1]}; allowed are {', '.join(map(repr, allowed))}.")
     if max_distance < 1:
         raise ValueError(f"max_distance is {max_distance}; it must be at least 1 token.")
     for what, value in (("alignment_threshold", alignment_threshold), ("density_threshold", density_threshold)):
@@ -343,7 +337,7 @@ def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:
     missing = sorted(set(sites or ()) - present)
     if missing:
         raise ValueError(
-            f"{type(model).__name__} has no {', '.join(missing)} attention; it has {', '.join(sorted(present))}."
+            f"{type(model).__name__} has no {', '.join(missing)} attention, only {', '.join(sorted(present))}."
         )
     return frozenset(sites) if sites else frozenset(present)
 

@@ -96,9 +96,7 @@ def _with_labels(model: Any, batch: Mapping[str, Any]) -> tuple[BatchInfo, dict[
 def _total_loss(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
     loss = getattr(model(**inputs), "loss", None)
     if loss is None:
-        raise ValueError(
-            f"{type(model).__name__} returns no loss: use a model with a head (AutoModelForSeq2SeqLM, ...)."
-        )
+        raise ValueError(f"{type(model).__name__} returns no loss: use one with a head (AutoModelForSeq2SeqLM, ...).")
     return loss * _num_labels(model, inputs, labels)
 
 

@@ -78,15 +78,11 @@ def dependency_accuracy(
         raise ValueError(f"heads names word {int(heads.max())}, but there are only {num_words} words (counted from 0).")
     if word_ids is None:
         if num_words != num_keys:
-            raise ValueError(
-                f"heads has {num_words} words for {num_keys} tokens: pass word_ids to map tokens to words."
-            )
+            raise ValueError(f"heads has {num_words} words for {num_keys} tokens: pass word_ids to map them.")
         steps = torch.arange(num_keys, device=weights.device)
         word_ids = steps.expand(batch, -1)
     attention = word_attention(weights, word_ids, word_ids, num_words, num_words)
-    present = (
-        word_attention(torch.ones_like(weights[:, :1]), word_ids, word_ids, num_words, num_words)[:, 0].sum(-1) > 0
-    )
+    present = word_attention(torch.ones_like(weights[:, :1]), word_ids, word_ids, num_words, num_words)[:, 0].any(-1)
     hits, counted = dependency_hits(attention, heads.masked_fill(~present, -1), direction)
     return ratio(hits.double().sum(dim=(0, 2)), counted.double().sum(), result_dtype(weights))
 

@@ -161,9 +161,7 @@ def positional_census(confidence: Tensor, share: Tensor) -> dict[str, Any]:
         Correia, Niculae, Martins 2019, figure 7 (medians over the positional heads of a model).
     """
     if confidence.shape != share.shape:
-        raise ValueError(
-            f"confidence has shape {list(confidence.shape)} and share {list(share.shape)}; both must agree."
-        )
+        raise ValueError(f"confidence has shape {list(confidence.shape)}, share {list(share.shape)}; both must agree.")
     indices = (share > 0.5).nonzero()
     values = confidence[tuple(indices.T)] if len(indices) else confidence.new_zeros(0)
     order = values.argsort(descending=True)

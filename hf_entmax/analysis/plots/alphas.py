@@ -198,9 +198,7 @@ def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: f
         Peters, Niculae, Martins 2019, figure 3.
     """
     if not alphas or limit <= 0:
-        raise ValueError(
-            f"entmax_curves needs at least one alpha and a positive limit, got {list(alphas)} and {limit}."
-        )
+        raise ValueError(f"entmax_curves needs an alpha and a positive limit, got {list(alphas)} and {limit}.")
     t = torch.linspace(-limit, limit, 601, dtype=torch.float64)
     scores = torch.stack([t, torch.zeros_like(t)], dim=-1)
     names = {1.0: "softmax", 2.0: "sparsemax"}

@@ -95,9 +95,7 @@ def _check_map(
 ) -> tuple[str, Tensor, list[str] | None, list[str] | None]:
     weights = torch.as_tensor(weights).detach().float().cpu()
     if weights.dim() != 2:
-        raise ValueError(
-            f"an attention map needs weights [T_q, T_k], got {list(weights.shape)}: choose one sentence and one head."
-        )
+        raise ValueError(f"weights must be [T_q, T_k], got {list(weights.shape)}: choose one sentence and one head.")
     if keys is None and weights.shape[0] == weights.shape[1]:
         keys = rows
     for what, labels, size in (("query_tokens", rows, weights.shape[0]), ("key_tokens", keys, weights.shape[1])):
@@ -187,9 +185,8 @@ def _profile_lines(
             peak = profile[..., 1:-1].amax(-1).nan_to_num(0.0)
             ranked += [(float(peak[layer, head]), site, layer, head) for layer, head in (peak > 0).nonzero().tolist()]
         heads = [(site, layer, head) for _, site, layer, head in sorted(ranked, key=lambda entry: -entry[0])[:limit]]
-    return [
-        (f"{site_title(site)} {layer}.{head}", profiles[site][layer, head]) for site, layer, head in list(heads)[:limit]
-    ]
+    chosen = list(heads)[:limit]
+    return [(f"{site_title(site)} {layer}.{head}", profiles[site][layer, head]) for site, layer, head in chosen]
 
 
 @house_style()

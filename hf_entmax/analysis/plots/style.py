@@ -158,9 +158,8 @@ def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
         models: ``AttentionStatistics`` or a sequence of them, ``{site: tensor}``, or ``{name: either of these}``.
         attribute: of ``AttentionStatistics`` that holds the values.
     """
-    if isinstance(models, Mapping) and all(
-        isinstance(value, Mapping) or hasattr(value, attribute) for value in models.values()
-    ):
+    several = lambda values: all(isinstance(value, Mapping) or hasattr(value, attribute) for value in values)  # noqa: E731
+    if isinstance(models, Mapping) and several(models.values()):
         return {plain(str(name)): per_site(value, attribute) for name, value in models.items()}
     if isinstance(models, Sequence):
         result: dict[str, dict[str, Tensor]] = {}

@@ -110,7 +110,7 @@ def _sentence(lines: Iterable[tuple[int, str]], path: Path) -> DependencySentenc
         columns = line.split("\t")
         if len(columns) != 10:
             raise ValueError(
-                f"{path}:{number}: expected 10 tab-separated columns, found {len(columns)}: {_short(line)}"
+                f"{path}:{number}: 10 tab-separated columns expected, {len(columns)} found: {_short(line)}"
             )
         identifier, form, _, _, _, features, head, relation, _, misc = columns
         if "." in identifier:

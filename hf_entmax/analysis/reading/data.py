@@ -87,9 +87,7 @@ def _read_file(path: Path, source: str | None, target: str | None) -> Iterator[T
         yield from _read_columns(path, source, target)
     elif kind == "text":
         if source or target:
-            raise ValueError(
-                f"{path}: plain text has no columns; leave out the column names, or use .tsv, .csv or .jsonl."
-            )
+            raise ValueError(f"{path}: plain text has no columns; leave out their names, or use .tsv, .csv or .jsonl.")
         for _, line in numbered_lines(path):
             yield TextRecord(line.strip())
     else:
@@ -178,10 +176,8 @@ def _from_fields(value: Any, source: str | None, target: str | None, where: str)
 def _read_hub(
     name: str, path: Path, source: str | None, target: str | None, split: str | None, dataset_config: str | None
 ) -> Iterator[TextRecord]:
-    looks_like_file = path.suffix.lower() in (".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz") or name.startswith(
-        (".", "/", "~")
-    )
-    if looks_like_file and not path.exists():
+    endings = (".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz")
+    if (path.suffix.lower() in endings or name.startswith((".", "/", "~"))) and not path.exists():
         raise FileNotFoundError(f"{name}: no such file.")
     for place, record in dataset_records(name, dataset_config, split, streaming=True):
         yield _from_fields(record, source, target, place)

@@ -41,9 +41,8 @@ def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
                 try:
                     yield number, raw.decode("utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"{path}:{number}: not UTF-8 text ({error.reason} at byte {error.start})."
-                    ) from error
+                    place = f"{error.reason} at byte {error.start}"
+                    raise ValueError(f"{path}:{number}: not UTF-8 text ({place}).") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}:{number + 1}: a damaged gzip file ({error}).") from error
 

@@ -79,9 +79,8 @@ def read_trajectory(path: str | os.PathLike[str]) -> Trajectory:
     trajectory = Trajectory(steps)
     for what in ("alpha", "density", "js"):
         for site in dict.fromkeys(site for step in steps for site in records[step][what]):
-            getattr(trajectory, what)[site] = _stack(
-                [records[step][what].get(site) for step in steps], f"{path}: {what} of {site}"
-            )
+            values = [records[step][what].get(site) for step in steps]
+            getattr(trajectory, what)[site] = _stack(values, f"{path}: {what} of {site}")
     return trajectory
 
 
@@ -101,13 +100,11 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
                 ]
                 tensor = torch.tensor([float("nan") if row is None else row for row in rows], dtype=torch.float64)
             except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{where}: {what} of {site!r} is not a rectangular list of numbers ({error})."
-                ) from error
+                raise ValueError(f"{where}: {what} of {site!r} is no rectangular list of numbers ({error}).") from error
             if tensor.dim() not in dimensions:
                 shape = " or ".join("[layers][heads]" if count == 2 else "[layers]" for count in dimensions)
                 raise ValueError(
-                    f"{where}: {what} of {site!r} must be numbers by {shape}, found {tensor.dim()} dimension(s)."
+                    f"{where}: {what} of {site!r} must be numbers by {shape}, not {tensor.dim()} dimension(s)."
                 )
             values[what][site] = tensor
     return record["step"], values

@@ -58,7 +58,7 @@ def write_report(
     for model in models:
         if not isinstance(model, AttentionStatistics):
             raise TypeError(
-                f"write_report needs AttentionStatistics as returned by collect, got {type(model).__name__}."
+                f"write_report needs AttentionStatistics as collect returns it, got {type(model).__name__}."
             )
         if not model.sites:
             raise ValueError(f"the statistics of {model.name!r} are empty: no attention site was measured.")

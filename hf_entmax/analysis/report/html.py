@@ -40,9 +40,8 @@ def render(
     missing = figures and importlib.util.find_spec("matplotlib") is None
     drawn = list(_figures(models)) if figures and not missing else []
     assets = resources.files("hf_entmax.analysis.report") / "assets"
-    parts = {
-        name: (assets / name).read_text(encoding="utf-8") for name in ("style.css", "page.js", "viewer.js", "table.js")
-    }
+    names = ("style.css", "page.js", "viewer.js", "table.js")
+    parts = {name: (assets / name).read_text(encoding="utf-8") for name in names}
     fixed = sum(len(svg) for _, _, svg in drawn) + sum(map(len, parts.values()))
     room = max_bytes - fixed
     while True:

@@ -124,9 +124,8 @@ def site_rows(statistics: AttentionStatistics) -> list[Row]:
 
 def _means(site: SiteStatistics, *names: str) -> dict[str, Tensor]:
     """Statistics of a site by name, and the diversity of its heads in nats."""
-    return {name: getattr(site, name)() for name in names} | {
-        "head_diversity_nats": site.head_diversity(normalize=False)
-    }
+    columns = {name: getattr(site, name)() for name in names}
+    return columns | {"head_diversity_nats": site.head_diversity(normalize=False)}
 
 
 def census_rows(statistics: AttentionStatistics) -> list[Row]:

@@ -62,9 +62,7 @@ class AttentionStatistics:
     scores: dict[str, float] = field(default_factory=dict)
 
     density = _by_site(SiteStatistics.density, "Density by site, [layers, heads].")
-    mean_support = _by_site(
-        SiteStatistics.mean_support, "Mean number of nonzero weights per query by site, [layers, heads]."
-    )
+    mean_support = _by_site(SiteStatistics.mean_support, "Nonzero weights per query, mean by site, [layers, heads].")
     entropy = _by_site(SiteStatistics.entropy, "Mean entropy by site in nats, [layers, heads].")
     max_weight = _by_site(SiteStatistics.max_weight, "Mean largest weight by site, [layers, heads].")
     head_diversity = _by_site(
@@ -104,7 +102,7 @@ class AttentionStatistics:
                 continue
             if mine.layers != site.layers:
                 raise ValueError(
-                    f"{self.name!r} and {other.name!r} differ in the layers or heads of {name}: not the same model."
+                    f"{self.name!r} and {other.name!r} differ in layers or heads of {name}: not one model."
                 )
             for key, value in site.sums.items():
                 mine.sums.setdefault(key, value)
@@ -172,9 +170,7 @@ class AttentionStatistics:
             raise ValueError(f"{path}: a safetensors file, but not one written by AttentionStatistics.save.")
         header = json.loads(metadata)
         if header["format"] > _FORMAT:
-            raise ValueError(
-                f"{path}: written in format {header['format']}, this version reads up to {_FORMAT}. Update hf_entmax."
-            )
+            raise ValueError(f"{path}: written in format {header['format']}, newer than {_FORMAT}. Update hf_entmax.")
         result = cls(**{name: header[name] for name in _PLAIN if name in header})  # older files have no scores
         for name, site in header["sites"].items():
             prefix = f"sums/{name}/"

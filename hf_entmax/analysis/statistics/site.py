@@ -174,9 +174,8 @@ class SiteStatistics:
     def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
         """Fraction of words whose largest weight is on the gold head; see :func:`hf_entmax.analysis.dependency_accuracy`."""
         at = (..., DIRECTIONS.index(direction))
-        return self._measured(
-            "dependency_hits", lambda s: s["dependency_hits"][at] / s["dependency_words"].unsqueeze(-1)
-        )
+        ratio = lambda s: s["dependency_hits"][at] / s["dependency_words"].unsqueeze(-1)  # noqa: E731
+        return self._measured("dependency_hits", ratio)
 
     def relation_accuracy(self, direction: str = "to_head") -> Tensor:
         """Dependency accuracy by relation, [layers, heads, relations]."""

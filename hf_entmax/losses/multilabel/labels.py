@@ -42,9 +42,7 @@ def check_labels(
         TypeError: for an unsuitable dtype.
     """
     if not isinstance(labels, Tensor) or labels.is_complex():
-        raise TypeError(
-            f"labels must be a bool, integer or float tensor, not {getattr(labels, 'dtype', type(labels))}."
-        )
+        raise TypeError(f"labels must be a bool, int or float tensor, not {getattr(labels, 'dtype', type(labels))}.")
     if logits.ndim == 0 or labels.shape != logits.shape or logits.shape[-1] == 0:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: both must be "
@@ -60,9 +58,7 @@ def check_labels(
     member = ~ignored
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(
-                f"mask must be a bool tensor (True = takes part), not {getattr(mask, 'dtype', type(mask))}."
-            )
+            raise TypeError(f"mask must be a bool tensor (True: takes part), not {getattr(mask, 'dtype', type(mask))}.")
         try:
             member = member & mask.to(logits.device).expand(logits.shape).reshape(on.shape)
         except RuntimeError:

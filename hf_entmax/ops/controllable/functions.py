@@ -207,44 +207,15 @@ class HourglassFunction(_RowFunction):
         return grad.to(probs.dtype), grad_q, None
 
 
-class PowerShareFunction(_RowFunction):
-    """``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2)."""
-
-    @staticmethod
-    def forward(rows: Tensor, power: int) -> Tensor:
-        """``rows`` ``[..., n]``."""
-        unit, _ = _unit_rows(rows)
-        share = unit**power
-        total = share.sum(-1, keepdim=True)
-        return (share / torch.where(total == 0, 1.0, total)).to(rows.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        """Keep input and output."""
-        rows, ctx.power = inputs
-        ctx.save_for_backward(output, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """``dL/dz_j = k z_j**(k-1) (v_j - p.v) / sum_i z_i**k``."""
-        probs, rows = ctx.saved_tensors
-        dtype = compute_dtype(probs.dtype)
-        wide, vector = probs.to(dtype), grad_outputs[0].to(dtype)
-        unit, top = _unit_rows(rows)
-        total = (unit**ctx.power).sum(-1, keepdim=True) * top
-        slope = unit if ctx.power == 2 else torch.ones_like(unit)
-        gap = vector - (vector * wide).sum(-1, keepdim=True)
-        grad = ctx.power * slope * gap / torch.where(total == 0, 1.0, total)
-        return torch.where(is_allowed(rows), grad, 0.0).to(probs.dtype), None
-
-
-def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows divided by their largest magnitude, which is returned too: squares neither overflow nor vanish."""
+def power_share(rows: Tensor, power: int) -> Tensor:
+    """``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2), by autograd."""
     allowed = is_allowed(rows)
     z = torch.where(allowed, rows.to(compute_dtype(rows.dtype)), 0.0)
-    # A constant to autograd: the scaling cancels, and its own derivative with it.
+    # Divided by the largest magnitude, squares neither overflow nor vanish. A constant to autograd: the scaling cancels.
     top = row_max(z.abs(), allowed).detach()
-    return z / torch.where(top == 0, 1.0, top), top
+    share = (z / torch.where(top == 0, 1.0, top)) ** power
+    total = share.sum(-1, keepdim=True)
+    return (share / torch.where(total == 0, 1.0, total)).to(rows.dtype)
 
 
 class TemperedSoftmaxFunction(_RowFunction):

@@ -11,7 +11,7 @@ What all of them share:
   ``dim`` (one value per head, for instance), in which the result is differentiable too.
 * Outside its domain a mapping raises ``ValueError`` naming the domain. Where values cannot be inspected
   (``torch.compile``, ``torch.func.vmap``) nothing can be raised, and the result outside the domain has no meaning.
-* The backward passes are closed forms; no sort and no iterate is kept.
+* No sort and no iterate is kept for the backward pass.
 
 Reference:
     Laha, Chemmengath, Agrawal, Khapra, Sankaranarayanan and Ramaswamy 2018, "On Controllable Sparse Alternatives to
@@ -29,9 +29,9 @@ from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Q, holds, option
 from hf_entmax.ops.controllable.functions import (
     SPARSEGEN_KINDS,
     HourglassFunction,
-    PowerShareFunction,
     SparsegenFunction,
     TemperedSoftmaxFunction,
+    power_share,
 )
 from hf_entmax.ops.simplex import as_rows, is_allowed
 from hf_entmax.ops.solve import compute_dtype
@@ -306,7 +306,7 @@ def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
             "sum_normalization is defined for scores >= 0 with a positive sum only: make the scores non-negative, or "
             "use sum_normalization_pp (negative scores) or sparsehourglass (all scores)."
         )
-    return PowerShareFunction.apply(rows, 1).movedim(-1, dim)  # type: ignore[union-attr]
+    return power_share(rows, 1).movedim(-1, dim)
 
 
 def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -355,7 +355,7 @@ def spherical_softmax(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
             "spherical_softmax is defined for rows with at least one nonzero score only, and some row is zero "
             "throughout: use sparsegen_sq or softmax, which are defined there."
         )
-    return PowerShareFunction.apply(rows, 2).movedim(-1, dim)  # type: ignore[union-attr]
+    return power_share(rows, 2).movedim(-1, dim)
 
 
 def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
