@@ -12,15 +12,9 @@ from hf_entmax.bench.cases import ModelCase
 
 
 def training_steps(case: ModelCase, device: str, seed: int = 0) -> tuple[dict[str, Callable[[], object]], int]:
-    """One training step of the same model with SDPA softmax and with entmax.
+    """One training step of the same model with SDPA softmax and with entmax, by implementation name.
 
-    Args:
-        case: the model and its batch.
-        device: "cpu" or "cuda".
-        seed: of weights and data.
-
-    Returns:
-        The steps by implementation name, and the real (unpadded) source and target tokens of one step.
+    Beside them stand the real (unpadded) source and target tokens of one step.
     """
     from transformers import BartConfig, BartForConditionalGeneration
 

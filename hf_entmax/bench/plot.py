@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 
 def plot_ratios(rows: Sequence[Measurement], path: Path) -> Figure:
-    """Draw the ratios as horizontal bars on a logarithmic axis, with the targets as marks, and save the figure.
-
-    Args:
-        rows: measurements; those without a ratio are left out.
-        path: where the figure is written; the ending says in which format.
-
-    Returns:
-        The figure.
-    """
+    """Draw the ratios as horizontal bars on a logarithmic axis, with the targets as marks, and save the figure."""
     shown = [row for row in rows if row.ratio is not None]
     names = sorted({row.implementation for row in shown})
     figure = Figure(figsize=(9, 1.2 + 0.24 * max(1, len(shown))), layout="constrained")

@@ -17,16 +17,9 @@ def _synchronize(device: str) -> None:
 def interleaved_times(
     functions: dict[str, Callable[[], object]], repeats: int, device: str, budget: float
 ) -> dict[str, list[float]]:
-    """Time functions in turn (A B C A B C ...), so that a change of the machine's speed meets all of them.
+    """Time functions in turn (A B C A B C ...), so that a change of the machine's speed meets all of them: ms by name.
 
-    Args:
-        functions: what to time, by name.
-        repeats: rounds after one round of warm-up.
-        device: "cpu" or "cuda".
-        budget: seconds after which no further round begins, once three are done.
-
-    Returns:
-        Times in milliseconds, by name.
+    ``repeats`` rounds follow one of warm-up; after ``budget`` seconds none begins, once three are done.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     begin = time.perf_counter()

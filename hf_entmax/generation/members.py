@@ -67,14 +67,7 @@ class Member:
         return log_entmax(scores.double(), self.alpha)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Continue all rows by one step, with the cache.
-
-        Args:
-            tokens: the new tokens so far, ``[rows, t]``.
-
-        Returns:
-            Log-probabilities of the next token, ``[rows, V]``.
-        """
+        """Continue all rows, with the cache: log-probabilities ``[rows, V]`` after the new tokens ``[rows, t]``."""
         input_ids = torch.cat((self.input_ids, tokens.to(self.input_ids.device)), dim=-1)
         # Without a cache, every step is a first one: the model sees the whole sequence.
         one = 1 if self.options.get("use_cache") and not self._first else None
@@ -334,16 +327,8 @@ def with_members(
 ) -> T:
     """Have ``generate()`` of each model prepare its inputs, then run ``body`` inside the innermost call.
 
-    Inside, because wrappers (PEFT among them) change their model for the duration of the call only.
-
-    Args:
-        models: at least one.
-        inputs: one dictionary for each.
-        body: gets the ensemble, returns the result.
-        output_alpha: for all models; None reads each model's configuration.
-        num_beams: rows per input.
-        max_new_tokens: None leaves it to the generation configurations.
-        options: further keyword arguments of ``generate()``.
+    Inside, because wrappers (PEFT among them) change their model for the duration of the call only. Where
+    ``output_alpha`` or ``max_new_tokens`` is None, the models' configurations decide; ``num_beams`` are rows per input.
     """
     members: list[Member] = []
     results: list[T] = []

@@ -12,14 +12,9 @@ from hf_entmax.ops.candidates import solve_rows
 
 
 def log_entmax(scores: Tensor, alpha: float) -> Tensor:
-    """Log-probabilities ``log entmax(scores)`` along the last dimension, ``-inf`` where the probability is 0.
+    """Log-probabilities ``log entmax(scores)`` of rows ``[n, V]``, ``-inf`` where the probability is 0.
 
-    Args:
-        scores: ``[n, V]``, floating point; ``-inf`` marks what is forbidden.
-        alpha: ``>= 1``.
-
-    Returns:
-        ``[n, V]`` of the dtype of ``scores``. A row that is ``-inf`` throughout stays so. Not differentiable.
+    ``-inf`` marks what is forbidden; a row that is ``-inf`` throughout stays so. Not differentiable.
     """
     solution = solve_rows(scores, alpha - 1.0)
     logs = solution.probs.log()

@@ -84,13 +84,7 @@ def read_verbs(path: Path | None = None) -> list[Verb]:
 
 
 def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) -> tuple[list[Verb], list[Verb]]:
-    """Training and held-out verbs, drawn per class so that both parts have the same mixture.
-
-    Args:
-        verbs: the table.
-        seed: of the draw.
-        held_out: share of each class that is held out, in (0, 1).
-    """
+    """Training and held-out verbs, a share ``held_out`` of each class, so that both parts have the same mixture."""
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out={held_out!r} is not allowed: give a share of the verbs in (0, 1).")
     rng = random.Random(seed)
@@ -108,11 +102,8 @@ def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) ->
 def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Question]:
     """Four questions per verb, with the groups that they count in.
 
-    Args:
-        verbs: the verbs to ask about.
-        known: the training verbs; an irregular verb counts as like them when a prefix explains its difference from one
-            (``mislead`` from ``lead``, ``understand`` and ``withstand`` from ``stand``, whether that is a verb of
-            training or not).
+    An irregular verb counts as like the training verbs, ``known``, when a prefix explains its difference from one
+    (``mislead`` from ``lead``, ``understand`` and ``withstand`` from ``stand``, whether that is a verb of training or not).
     """
     verbs, known = list(verbs), list(known)
     parents = _parents([*verbs, *known])

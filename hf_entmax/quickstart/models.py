@@ -154,24 +154,9 @@ def train(
     console: Console,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> int:
-    """Train with the Seq2SeqTrainer, batches grouped by length.
+    """Train with the Seq2SeqTrainer, batches grouped by length; returns the number of steps done.
 
-    Args:
-        model: changed in place.
-        tokenizer: pads the batches.
-        data: token ids, see ``data.training_set``.
-        optimizer: over the model's parameters, with their peak learning rates.
-        title: of the progress bar.
-        out_dir: the Trainer's output directory.
-        steps: optimiser steps, >= 1.
-        max_seconds: time after which training ends and says so even if steps are left, s.
-        batch_size: pairs per step.
-        seed: of the order and of dropout.
-        console: where the bar is drawn.
-        callbacks: more callbacks for the Trainer.
-
-    Returns:
-        The number of steps done.
+    ``optimizer`` has the peak learning rates. After ``max_seconds`` training ends and says so, even if steps are left.
     """
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(out_dir),
@@ -202,15 +187,9 @@ def train(
 
 @torch.no_grad()
 def check_reload(model: PreTrainedModel, model_dir: Path, probe: dict[str, Tensor]) -> float:
-    """Load ``model_dir`` in a fresh process and compare its logits with those of ``model``.
+    """The largest difference between the logits of ``model`` and of what a fresh process loads from ``model_dir``.
 
-    Args:
-        model: as it is in memory; runs on the CPU for the comparison and is put back where it was.
-        model_dir: where it was saved.
-        probe: a batch with ``labels``.
-
-    Returns:
-        The largest absolute difference of a logit.
+    Both run on the CPU, on ``probe``, a batch with ``labels``.
 
     Raises:
         RuntimeError: if the other process fails, or its logits differ by more than ``TOLERANCE``.

@@ -100,19 +100,7 @@ def write_figures(
     example: SiteExample,
     tree: HypothesisTree | None = None,
 ) -> list[Path]:
-    """Draw and write all figures as PNG.
-
-    Args:
-        folder: created if need be.
-        before: statistics of the softmax model.
-        after: statistics of the patched one.
-        trajectory: the file that ``AlphaLoggingCallback`` wrote.
-        example: the cross-attention that the attention maps show.
-        tree: of hypotheses, if the output is sparse.
-
-    Returns:
-        The files.
-    """
+    """Draw all figures and write them as PNG; ``trajectory`` is the log of ``AlphaLoggingCallback``."""
     texts = [[token.text for token in tokens] for tokens in (example.queries, example.keys)]
     alphas = after.alphas["cross"]
     heads = [(layer, head) for layer, row in enumerate(example.weights) for head in range(len(row))][:MOST_MAPS]

@@ -144,12 +144,7 @@ def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
 
 
 def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Recorded) -> dict[str, Tensor]:
-    """Which (query, key) pairs of a recorded pass are possible: padding and the future are not.
-
-    Args:
-        model: the model that ran.
-        batch: what it ran on, with its masks and labels.
-        record: of that pass.
+    """Which (query, key) pairs of a recorded pass over ``batch`` are possible: padding and the future are not.
 
     Returns:
         Name of the module -> bool ``[B, T_q, T_k]``. Modules of one site and shape share one tensor.

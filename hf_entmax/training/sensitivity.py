@@ -142,12 +142,8 @@ def measure_sensitivity(
     choose those that it flatters. From the weights of alpha = 1 + u the scores follow as ``(p^u - 1) / u``, up to a constant
     in each row, so that no alpha of the grid needs a pass of its own.
 
-    Args:
-        model: patched; only its alphas take gradients, and it is in evaluation mode.
-        batches: what the model is called with.
-        counts: labels in each.
-        loss: of a batch, mean over its labels.
-        vector: of the model. Its values are changed.
+    The model must be in evaluation mode, with gradients for its alphas alone; the values of ``vector`` are changed.
+    ``counts`` are the labels of each batch, ``loss`` is the mean over them.
     """
     total, places_of = len(vector), vector.places
     kept, second = (torch.zeros(total, len(SHARES), dtype=torch.float64) for _ in range(2))

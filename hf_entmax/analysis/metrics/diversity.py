@@ -13,14 +13,9 @@ from hf_entmax.batches.pairs import possible_pairs
 
 
 def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) -> Tensor:
-    """Sums the Jensen-Shannon divergence between the heads over the queries of each sentence, in nats.
+    """Sums the Jensen-Shannon divergence between the heads over the queries of each sentence, in nats: float64 [B].
 
-    Args:
-        weights: [B, H, T_q, T_k] in either form.
-        head_entropy: ``entropy_sums(weights)`` [B, H] when it is known already.
-
-    Returns:
-        float64 [B].
+    ``head_entropy`` is ``entropy_sums(weights)`` [B, H] when it is known already.
     """
     if head_entropy is None:
         head_entropy = entropy_sums(weights)

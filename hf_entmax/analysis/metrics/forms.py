@@ -19,13 +19,9 @@ from hf_entmax.ops.sparse_rows import SparseRows
 
 
 def diagonal_sums(values: Tensor) -> Tensor:
-    """Sums a batch of matrices along their diagonals.
+    """Sums matrices [..., T_q, T_k] along their diagonals.
 
-    Args:
-        values: [..., T_q, T_k].
-
-    Returns:
-        [..., T_q + T_k - 1]; entry ``c`` holds the sum over all (i, j) with ``j - i = c - (T_q - 1)``.
+    Entry ``c`` of the result [..., T_q + T_k - 1] holds the sum over all (i, j) with ``j - i = c - (T_q - 1)``.
     """
     *lead, num_queries, num_keys = values.shape
     if num_queries == 0 or num_keys == 0:
@@ -247,16 +243,7 @@ def keep_pairs(weights: Tensor | SparseRows, pairs: Tensor) -> HeadWeights:
 
 
 def word_indicator(word_ids: Tensor, num_words: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One-hot matrix from tokens to words.
-
-    Args:
-        word_ids: long [B, T]; -1 (or W and more) = no word.
-        num_words: W.
-        dtype: of the result.
-
-    Returns:
-        [B, T, W] with a 1 where a token belongs to a word.
-    """
+    """[B, T, W] with a 1 where a token belongs to a word; ``word_ids`` long [B, T], -1 (or W and more) = no word."""
     words = torch.arange(num_words, device=word_ids.device)
     return (word_ids.unsqueeze(-1) == words).to(dtype)
 

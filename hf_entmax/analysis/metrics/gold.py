@@ -122,15 +122,9 @@ def alignment_links(attention: Tensor, method: AlignmentMethod = "argmax", thres
 
 
 def alignment_counts(links: Tensor, sure: Tensor, possible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts for precision, recall and error rate.
+    """Predicted links, bool [B, H, W_t, W_s], against gold ones, bool [B, W_t, W_s]; ``possible`` contains ``sure``.
 
-    Args:
-        links: bool [B, H, W_t, W_s], predicted.
-        sure: bool [B, W_t, W_s].
-        possible: bool [B, W_t, W_s], containing ``sure``.
-
-    Returns:
-        ``(links on sure [B, H], links on possible [B, H], links [B, H], sure [B])``, float64.
+    Returns ``(links on sure [B, H], links on possible [B, H], links [B, H], sure [B])``, float64.
     """
     return (
         (links & sure.unsqueeze(1)).sum(dim=(-2, -1)).double(),

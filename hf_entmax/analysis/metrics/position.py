@@ -12,15 +12,9 @@ from hf_entmax.batches.pairs import possible_pairs
 
 
 def argmax_counts(argmax: Tensor, pairs: Tensor, offset: int) -> Tensor:
-    """Counts the queries whose largest weight lies exactly at ``offset``.
+    """Counts the queries whose largest weight lies exactly at ``offset``, key minus query position: float64 [B, H].
 
-    Args:
-        argmax: long [B, H, T_q], the key with the largest weight; -1 where a row has no weight at all.
-        pairs: bool [B, T_q, T_k].
-        offset: key position minus query position.
-
-    Returns:
-        float64 [B, H].
+    ``argmax`` is long [B, H, T_q], the key with the largest weight, -1 where a row has none; ``pairs`` bool [B, T_q, T_k].
     """
     num_queries, num_keys = pairs.shape[-2:]
     target = torch.arange(num_queries, device=pairs.device) + offset

@@ -85,11 +85,7 @@ def strength(score: Tensor, chance: Tensor) -> Tensor:
 
 
 def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
-    """The role that explains a head best, or None without any.
-
-    Args:
-        roles: candidates; among those within :data:`TIE` of the strongest, :data:`PRECEDENCE` decides.
-    """
+    """The role that explains a head best; among those within :data:`TIE` of the strongest :data:`PRECEDENCE` decides."""
     if not roles:
         return None
     strongest = max(role.strength for role in roles)
@@ -98,16 +94,10 @@ def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
 
 
 def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
-    """Marks the key at a fixed distance of every query.
+    """Marks the key at a fixed distance, key minus query position, of every query: bool [B, T_q, T_k], as ``pairs``.
 
-    Args:
-        pairs: bool [B, T_q, T_k].
-        shift: long [B], what must be added to ``key index - query index`` so that first real key and first real query
-            are at distance 0 (left padding that differs between source and target).
-        offset: key position minus query position.
-
-    Returns:
-        bool [B, T_q, T_k].
+    ``shift``, long [B], is what must be added to ``key index - query index`` so that first real key and first real query
+    are at distance 0 (left padding that differs between source and target).
     """
     queries, keys = (torch.arange(size, device=pairs.device) for size in pairs.shape[-2:])
     distance = keys - queries.unsqueeze(-1)
@@ -206,14 +196,9 @@ def monotone_chance(pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chance_sums(targets: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries that have a target, and the mass an even head would give to the targets.
+    """Queries that have a target, and the mass an even head would give to the targets: float64 sums, [..., B] each.
 
-    Args:
-        targets: bool [..., B, T_q, T_k], a subset of ``pairs``.
-        pairs: bool [B, T_q, T_k].
-
-    Returns:
-        ``(queries [..., B], chance [..., B])``, float64 sums over the queries.
+    ``targets`` are bool [..., B, T_q, T_k], a subset of ``pairs`` [B, T_q, T_k].
     """
     marked = targets.sum(dim=-1).double()
     possible = pairs.sum(dim=-1).double().clamp(min=1.0)

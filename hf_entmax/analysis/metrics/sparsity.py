@@ -10,27 +10,12 @@ from hf_entmax.batches.pairs import possible_pairs
 
 
 def support_counts(weights: HeadWeights, threshold: float = 0.0) -> Tensor:
-    """Counts the weights above ``threshold`` per sentence and head.
-
-    Args:
-        weights: [B, H, T_q, T_k] in either form.
-        threshold: weights must exceed it in size; 0 counts every nonzero weight.
-
-    Returns:
-        float64 [B, H].
-    """
+    """Counts the weights [B, H, T_q, T_k] whose size exceeds ``threshold`` (0: every nonzero one): float64 [B, H]."""
     return weights.entry_sums(lambda value: value != 0 if threshold == 0 else value.abs() > threshold)
 
 
 def entropy_sums(weights: HeadWeights) -> Tensor:
-    """Sums the Shannon entropy of the rows per sentence and head, in nats (0 log 0 = 0).
-
-    Args:
-        weights: [B, H, T_q, T_k] in either form.
-
-    Returns:
-        float64 [B, H].
-    """
+    """Sums the Shannon entropy of the rows of [B, H, T_q, T_k] in nats (0 log 0 = 0): float64 [B, H]."""
     # clamp keeps log finite where the weight is zero; the product is then exactly zero.
     return -weights.entry_sums(lambda value: value * value.clamp(min=torch.finfo(value.dtype).tiny).log())
 

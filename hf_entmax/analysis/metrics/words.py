@@ -73,12 +73,8 @@ def mean_between_words(
 def merging_sums(weights: HeadWeights, word_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums for the subword-merging score, words of several tokens apart from words of one.
 
-    Args:
-        weights: [B, H, T, T] in either form, finite where both tokens belong to a word.
-        word_ids: long [B, T], -1 = no word.
-
-    Returns:
-        ``(several, num_several, single, num_single)``: the summed scores [B, H] and the numbers of words [B], float64.
+    The weights [B, H, T, T] must be finite where both tokens belong to a word, ``word_ids`` are long [B, T], -1 = none.
+    Returns ``(several, num_several, single, num_single)``: summed scores [B, H] and numbers of words [B], float64.
     """
     num_words = _num_words(word_ids)
     same = (word_ids.unsqueeze(-1) == word_ids.unsqueeze(-2)) & (word_ids >= 0).unsqueeze(-1)

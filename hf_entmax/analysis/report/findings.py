@@ -49,14 +49,7 @@ def percent(value: float) -> str:
 
 
 def summarize(statistics: AttentionStatistics) -> list[Finding]:
-    """Says in words what the heads of a model do.
-
-    Args:
-        statistics: of one model.
-
-    Returns:
-        Findings, the general ones first. What was not measured is not mentioned.
-    """
+    """Says in words what the heads of a model do, the general first. What was not measured is not mentioned."""
     findings = [_sparsity(statistics), _alpha(statistics)]
     if scaling := statistics.info.get("length_scaling"):
         findings.append(Finding("length scaling", scaling))

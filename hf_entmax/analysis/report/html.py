@@ -22,18 +22,7 @@ from hf_entmax.analysis.statistics.result import AttentionStatistics
 def render(
     models: Sequence[AttentionStatistics], title: str | None, figures: bool, max_bytes: int, files: Sequence[str]
 ) -> str:
-    """Renders the page.
-
-    Args:
-        models: the statistics, the main one first.
-        title: heading, or None.
-        figures: draw figures if matplotlib is there.
-        max_bytes: size to stay under.
-        files: names of the files written beside the page.
-
-    Returns:
-        The HTML text.
-    """
+    """The page as HTML, the main model first; ``files`` are the names of those written beside it."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("hf_entmax.analysis.report", "assets"), autoescape=True)

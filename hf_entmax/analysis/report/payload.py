@@ -23,12 +23,7 @@ _DIGITS = 5
 
 
 def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> dict[str, Any]:
-    """Everything the scripts of the page read.
-
-    Args:
-        models: the statistics, the main one first.
-        example_bytes: room for the packed attention of all models together.
-    """
+    """Everything the scripts of the page read; all packed attention together takes up to ``example_bytes``."""
     share = example_bytes // len(models)
     return {
         "sites": {name: {"name": SITE_NAMES[name], "colour": SITE_COLOURS[name]} for name in SITE_NAMES},
@@ -84,12 +79,7 @@ def _rounded(value: Any) -> Any:
 
 
 def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]]:
-    """Packs examples in order until the room is used up; the first one always goes in.
-
-    Args:
-        examples: with weights [layers, heads, T_q, T_k] per site.
-        room: bytes.
-    """
+    """Packs examples in order until the room, in bytes, is used up; the first one always goes in."""
     packed: list[dict[str, Any]] = []
     used = 0
     for example in examples:
@@ -110,15 +100,10 @@ def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]
 
 
 def pack_weights(weights: Tensor) -> dict[str, Any]:
-    """Packs weights in [0, 1] as a bitmap of the nonzero ones and one byte for each of those.
+    """Packs weights [layers, heads, T_q, T_k] in [0, 1] as a bitmap of the nonzero ones and one byte for each of those.
 
-    A byte v stands for v / 255; a nonzero weight never becomes zero.
-
-    Args:
-        weights: [layers, heads, T_q, T_k].
-
-    Returns:
-        ``shape``, and base64 strings ``bits`` (row-major, most significant bit first) and ``values``.
+    A byte v stands for v / 255; a nonzero weight never becomes zero. Both are base64 strings beside the ``shape``:
+    ``bits`` (row-major, most significant bit first) and ``values``.
     """
     flat = weights.detach().float().cpu().numpy().ravel()
     nonzero = flat != 0

@@ -209,13 +209,8 @@ def write_tables(
 ) -> list[Path]:
     """Writes every table as CSV (all models in one file, told apart by a column) and everything as one JSON file.
 
-    Args:
-        models: the statistics.
-        folder: created when missing.
-        stem: name of the JSON file without ending; other than "report" it also goes before the names of the CSV files.
-
-    Returns:
-        The files written. A table without rows is not written.
+    ``stem`` names the JSON file; other than "report" it also goes before the names of the CSV files. Returns the files;
+    a table without rows is not written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -44,14 +44,7 @@ class SumOptions:
 
 
 class SiteSums:
-    """Running sums of all layers of one site.
-
-    Args:
-        site: name of the site.
-        num_heads: heads of every layer.
-        options: what to sum.
-        device: where the sums live.
-    """
+    """Running sums of all layers of one site, on a device; ``num_heads`` are those of every layer."""
 
     def __init__(self, site: str, num_heads: list[int], options: SumOptions, device: torch.device) -> None:
         self.site = site
@@ -78,15 +71,9 @@ class SiteSums:
         sums[(row, *(slice(size) for size in value.shape))] += value
 
     def update(self, row: int, observed: Tensor | SparseRows, context: SiteContext) -> Tensor | None:
-        """Adds the weights of one layer and one batch.
+        """Adds the weights [B, H, T_q, T_k] of layer ``row`` and one batch, dense or sparse: the sums are the same.
 
-        Args:
-            row: index of the layer.
-            observed: the weights [B, H, T_q, T_k], dense or sparse; the statistics do not depend on which.
-            context: of this site and batch.
-
-        Returns:
-            Density of every sentence and head [B, H] (float64), or None when sparsity is not wanted.
+        Returns the density of every sentence and head [B, H] (float64), or None when sparsity is not wanted.
         """
         groups = self.options.groups
         weights = keep_pairs(observed, context.pairs)

@@ -100,15 +100,7 @@ def build_context(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> SiteContext:
-    """Works out the context of a site from the first weights seen there.
-
-    Args:
-        site: "encoder_self", "cross" or "decoder_self".
-        shape: (B, T_q, T_k) of the weights.
-        info: the batch.
-        groups: statistics wanted.
-        table: of the tokenizer, or None.
-        interrogatives: words that ask.
+    """Works out the context of a site from the shape (B, T_q, T_k) of the first weights seen there.
 
     Raises:
         ValueError: the masks of the batch do not fit the weights.

@@ -21,16 +21,10 @@ def gather_collection(
     accelerator: Accelerator,
     error: Exception | None,
 ) -> Exception | None:
-    """Replaces the statistics of every process by those of all together.
+    """Replaces the statistics of every process, in place, by those of all together.
 
-    Args:
-        statistics: of this process; changed in place.
-        layers: its layers by site. A process that saw no batch may know fewer.
-        accelerator: connects the processes.
-        error: what stopped this process, or None.
-
-    Returns:
-        The first error of any process, or None.
+    ``layers`` are this process's by site (one that saw no batch may know fewer), ``error`` what stopped it. Returns the
+    first error of any process, or None.
     """
     if accelerator.num_processes == 1:
         return error

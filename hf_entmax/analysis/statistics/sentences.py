@@ -42,12 +42,7 @@ class SentencePair:
 
 
 class SentenceExtremes:
-    """Keeps, for every head and length class, the sentences of highest and lowest density.
-
-    Args:
-        num_layers: layers of the site.
-        num_heads: heads of the widest layer.
-    """
+    """Keeps, for every head and length class, the sentences of highest and lowest density."""
 
     def __init__(self, num_layers: int, num_heads: int) -> None:
         shape = (2, num_layers, num_heads, len(LENGTH_CLASSES), _KEPT)
@@ -64,12 +59,9 @@ class SentenceExtremes:
         return result
 
     def update(self, densities: Tensor, lengths: Tensor, first_index: int) -> None:
-        """Adds the sentences of a batch.
+        """Adds the sentences of a batch, numbered from ``first_index`` on.
 
-        Args:
-            densities: float64 [layers, B, heads] on the CPU; NaN = no density.
-            lengths: long [B], query tokens.
-            first_index: number of the first sentence of the batch.
+        ``densities`` are float64 [layers, B, heads] on the CPU, NaN = none; ``lengths`` long [B], in query tokens.
         """
         num_layers, batch, num_heads = densities.shape
         self._grow(num_layers, num_heads)
