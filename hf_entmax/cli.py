@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from hf_entmax.analysis.command import analyze_command
 
@@ -37,27 +38,25 @@ class Backend(str, Enum):
 
 @app.command()
 def patch(
-    model: Annotated[str, typer.Argument(help="A Hub id or a directory.")],
-    out: Annotated[Path, typer.Option(help="Where the patched model is written; must be empty or new.")],
-    alpha: Annotated[str, typer.Option(help='"learned", or a fixed number >= 1.')] = "learned",
-    alpha_init: Annotated[str | None, typer.Option(help='Where learned alphas start: a number, or "normal".')] = None,
-    tie: Annotated[str, typer.Option(help="none, layer, site or model.")] = "none",
+    model: Annotated[str, Argument(help="A Hub id or a directory.")],
+    out: Annotated[Path, Option(help="Where the patched model is written; must be empty or new.")],
+    alpha: Annotated[str, Option(help='"learned", or a fixed number >= 1.')] = "learned",
+    alpha_init: Annotated[str | None, Option(help='Where learned alphas start: a number, or "normal".')] = None,
+    tie: Annotated[str, Option(help="none, layer, site or model.")] = "none",
     site: Annotated[
-        list[str] | None, typer.Option(help="encoder_self, cross or decoder_self; repeatable; default all.")
+        list[str] | None, Option(help="encoder_self, cross or decoder_self; repeatable; default all.")
     ] = None,
-    layer: Annotated[list[int] | None, typer.Option(help="Layer to patch, from 0; repeatable; default all.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Attention module to leave alone; repeatable.")] = None,
-    output_alpha: Annotated[float | None, typer.Option(help="Entmax loss and sparse generation at this alpha.")] = None,
-    mapping: Annotated[str, typer.Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
-    length_scaling: Annotated[
-        str, typer.Option(help="none, log or adaptive: scores scaled by the number of keys.")
-    ] = "none",
-    length_scaling_init: Annotated[str, typer.Option(help="Where that starts: identity or paper.")] = "identity",
-    backend: Annotated[Backend, typer.Option(help="Who computes the attention.")] = Backend.auto,
+    layer: Annotated[list[int] | None, Option(help="Layer to patch, from 0; repeatable; default all.")] = None,
+    exclude: Annotated[list[str] | None, Option(help="Attention module to leave alone; repeatable.")] = None,
+    output_alpha: Annotated[float | None, Option(help="Entmax loss and sparse generation at this alpha.")] = None,
+    mapping: Annotated[str, Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
+    length_scaling: Annotated[str, Option(help="none, log or adaptive: scores scaled by the number of keys.")] = "none",
+    length_scaling_init: Annotated[str, Option(help="Where that starts: identity or paper.")] = "identity",
+    backend: Annotated[Backend, Option(help="Who computes the attention.")] = Backend.auto,
     auto_class: Annotated[
-        str | None, typer.Option(help="Class to load with, e.g. AutoModelForSeq2SeqLM; default: the checkpoint's own.")
+        str | None, Option(help="Class to load with, e.g. AutoModelForSeq2SeqLM; default: the checkpoint's own.")
     ] = None,
-    push_to_hub: Annotated[str | None, typer.Option(help="Also push to this Hub id.")] = None,
+    push_to_hub: Annotated[str | None, Option(help="Also push to this Hub id.")] = None,
 ) -> None:
     """Load a pretrained model, replace its softmax attention by entmax, and save it."""
     if out.exists() and any(out.iterdir()):
@@ -97,9 +96,9 @@ def patch(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory or model_type: whether that model can be patched.")
+        str | None, Argument(help="Hub id, directory or model_type: whether that model can be patched.")
     ] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the CPU kernels now, for good.")] = False,
+    compile: Annotated[bool, Option("--compile", help="Compile the CPU kernels now, for good.")] = False,
 ) -> None:
     """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
     if model is not None:
@@ -127,15 +126,13 @@ def doctor(
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option(help="Where model, figures and results are written.")] = Path(
-        "quickstart-output"
-    ),
+    out: Annotated[Path, Option(help="Where model, figures and results are written.")] = Path("quickstart-output"),
     model: Annotated[
-        str | None, typer.Option(help="A pretrained encoder-decoder (Hub id or directory) instead of the small one.")
+        str | None, Option(help="A pretrained encoder-decoder (Hub id or directory) instead of the small one.")
     ] = None,
-    output_alpha: Annotated[float, typer.Option(help="alpha of the output loss; 1 is cross-entropy.")] = 1.5,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and split.")] = 0,
-    max_minutes: Annotated[float, typer.Option(help="When a training is stopped before its last step.")] = 30.0,
+    output_alpha: Annotated[float, Option(help="alpha of the output loss; 1 is cross-entropy.")] = 1.5,
+    seed: Annotated[int, Option(help="Seed of weights, order and split.")] = 0,
+    max_minutes: Annotated[float, Option(help="When a training is stopped before its last step.")] = 30.0,
 ) -> None:
     """Patch, train, save, load and look at a model of English verbs: the whole path in a few minutes, offline."""
     from hf_entmax.quickstart import run
@@ -145,22 +142,20 @@ def quickstart(
 
 @app.command()
 def bench(
-    preset: Annotated[str, typer.Option(help="quick, targets, grid, model, losses or losses-small.")] = "quick",
-    out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot; default: print only.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds over all implementations.")] = 15,
-    implementation: Annotated[list[str] | None, typer.Option(help="Compare with this one only; repeatable.")] = None,
-    length: Annotated[
-        list[int] | None, typer.Option(help="A sequence length of a grid of your own; repeatable.")
-    ] = None,
-    alpha: Annotated[float | None, typer.Option(help="One alpha for that grid; default: learned, 1.3 to 2.")] = None,
-    causal: Annotated[bool, typer.Option(help="Causal attention in that grid.")] = False,
-    classes: Annotated[list[int] | None, typer.Option(help="Losses over so many classes instead; repeatable.")] = None,
-    rows: Annotated[int, typer.Option(help="Rows of their batches.")] = 2048,
-    case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; repeatable.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds per case and mode; three rounds are always run.")] = 20.0,
-    threads: Annotated[int | None, typer.Option(help="Default: what PyTorch takes.")] = None,
+    preset: Annotated[str, Option(help="quick, targets, grid, model, losses or losses-small.")] = "quick",
+    out: Annotated[Path | None, Option(help="Folder for the CSV and the plot; default: print only.")] = None,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+    repeats: Annotated[int, Option(help="Rounds over all implementations.")] = 15,
+    implementation: Annotated[list[str] | None, Option(help="Compare with this one only; repeatable.")] = None,
+    length: Annotated[list[int] | None, Option(help="A sequence length of a grid of your own; repeatable.")] = None,
+    alpha: Annotated[float | None, Option(help="One alpha for that grid; default: learned, 1.3 to 2.")] = None,
+    causal: Annotated[bool, Option(help="Causal attention in that grid.")] = False,
+    classes: Annotated[list[int] | None, Option(help="Losses over so many classes instead; repeatable.")] = None,
+    rows: Annotated[int, Option(help="Rows of their batches.")] = 2048,
+    case: Annotated[list[str] | None, Option(help="Only cases with this in their name; repeatable.")] = None,
+    budget: Annotated[float, Option(help="Seconds per case and mode; three rounds are always run.")] = 20.0,
+    threads: Annotated[int | None, Option(help="Default: what PyTorch takes.")] = None,
 ) -> None:
     """Time attention implementations or losses side by side, after checking that they are right."""
     import torch

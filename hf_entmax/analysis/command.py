@@ -9,68 +9,64 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 
 def analyze_command(
-    model: Annotated[str, typer.Argument(help="A Hub id or a directory; patched or plain softmax.")],
+    model: Annotated[str, Argument(help="A Hub id or a directory; patched or plain softmax.")],
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text to run: .txt, .tsv, .csv or .jsonl (also .gz), or a Hub data set. Default: the gold data.",
             metavar="FILE_OR_HUB",
         ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="seq2seq, causal-lm, masked-lm, sequence-classification, token-classification or feature-extraction; "
             "default: from the model."
         ),
     ] = None,
     compare: Annotated[
-        list[str] | None, typer.Option(help="Another model to show side by side; repeatable.", metavar="MODEL2")
+        list[str] | None, Option(help="Another model to show side by side; repeatable.", metavar="MODEL2")
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="What to call each model, in their order; repeatable. Default: the ends of their paths.",
-            metavar="NAME",
-        ),
+        Option(help="What to call each model, in order; repeatable. Default: ends of paths.", metavar="NAME"),
     ] = None,
     conllu: Annotated[
-        Path | None, typer.Option(help="Treebank in CoNLL-U: attention to gold dependency heads.", metavar="F")
+        Path | None, Option(help="Treebank in CoNLL-U: attention to gold dependency heads.", metavar="F")
     ] = None,
     alignments: Annotated[
         Path | None,
-        typer.Option(help="Gold word alignments (JSON lines or Pharaoh): error rate of cross-attention.", metavar="F"),
+        Option(help="Gold word alignments (JSON lines, Pharaoh): error rate of cross-attention.", metavar="F"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report, the tables and the sums.", metavar="DIR")] = Path(
+    out: Annotated[Path, Option(help="Folder of the report, the tables and the sums.", metavar="DIR")] = Path(
         "attention-report"
     ),
-    max_sentences: Annotated[int, typer.Option(help="Read at most so many sentences of each file.")] = 2000,
-    batch_size: Annotated[int, typer.Option(help="Sentences per batch.")] = 16,
-    max_length: Annotated[
-        int | None, typer.Option(help="Longest sequence in tokens; default: what the model allows.")
-    ] = None,
-    source_column: Annotated[str | None, typer.Option(help="Column or field of the text.")] = None,
-    target_column: Annotated[str | None, typer.Option(help="Column or field of the target text.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a Hub data set.")] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set, such as de-en.")] = None,
-    language: Annotated[str, typer.Option(help="Language of the words that ask (ISO 639-1).")] = "en",
-    importance: Annotated[str, typer.Option(help="none, gradient, masking (one pass per head) or both.")] = "gradient",
-    importance_sentences: Annotated[int, typer.Option(help="Sentences used for head importance.")] = 64,
-    examples: Annotated[int, typer.Option(help="Sentences kept for the viewer.")] = 6,
+    max_sentences: Annotated[int, Option(help="Read at most so many sentences of each file.")] = 2000,
+    batch_size: Annotated[int, Option(help="Sentences per batch.")] = 16,
+    max_length: Annotated[int | None, Option(help="Longest sequence in tokens; default: the model's.")] = None,
+    source_column: Annotated[str | None, Option(help="Column or field of the text.")] = None,
+    target_column: Annotated[str | None, Option(help="Column or field of the target text.")] = None,
+    split: Annotated[str | None, Option(help="Split of a Hub data set.")] = None,
+    dataset_config: Annotated[str | None, Option(help="Configuration of a Hub data set, such as de-en.")] = None,
+    language: Annotated[str, Option(help="Language of the words that ask (ISO 639-1).")] = "en",
+    importance: Annotated[str, Option(help="none, gradient, masking (one pass per head) or both.")] = "gradient",
+    importance_sentences: Annotated[int, Option(help="Sentences used for head importance.")] = 64,
+    examples: Annotated[int, Option(help="Sentences kept for the viewer.")] = 6,
     score: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="How good the models are, to stand beside their density: accuracy=0.91,0.90 with one number per model; "
             "repeatable.",
             metavar="NAME=NUMBERS",
         ),
     ] = None,
-    figures: Annotated[bool, typer.Option(help="Draw figures (needs matplotlib).")] = True,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the best there is.")] = None,
-    title: Annotated[str | None, typer.Option(help="Heading of the report.")] = None,
+    figures: Annotated[bool, Option(help="Draw figures (needs matplotlib).")] = True,
+    device: Annotated[str | None, Option(help="cpu, cuda, ...; default: the best there is.")] = None,
+    title: Annotated[str | None, Option(help="Heading of the report.")] = None,
 ) -> None:
     """Say what every attention head does: statistics, roles, figures and one report to open in a browser."""
     from hf_entmax.analysis.analyze import analyze
