@@ -7,15 +7,7 @@ from torch import Tensor
 
 
 def as_mask(mask: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Checks a padding mask and returns it as bool.
-
-    Args:
-        mask: bool, or integer holding only 0 and 1 as tokenizers return it; True or 1 marks a real token.
-        name: argument name, for the message.
-        shape: the only shape allowed.
-
-    Returns:
-        bool tensor of that shape.
+    """A padding mask of that shape as bool; True, or 1 as tokenizers return it, marks a real token.
 
     Raises:
         TypeError: ``mask`` is no tensor, or holds floating-point numbers.

@@ -98,15 +98,10 @@ class Member:
             )
 
     def forward_prefixes(self, prefixes: Sequence[Sequence[int]], keep: int) -> Tensor:
-        """Logits after prefixes of any lengths, in one pass without a cache.
+        """Logits ``[n, keep, V]`` after ``n`` prefixes of any lengths, in one pass without a cache.
 
-        Args:
-            prefixes: new tokens of each prefix. Shorter ones are filled up behind their end, which a causal model
-                does not notice before.
-            keep: how many positions to return, counted from the end of the longest prefix.
-
-        Returns:
-            ``[len(prefixes), keep, V]``.
+        Shorter prefixes are filled up behind their end, which a causal model does not notice before. ``keep`` positions
+        are returned, counted from the end of the longest prefix.
         """
         count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
         options = {name: _repeat(name, value, count) for name, value in self.options.items()}

@@ -56,13 +56,8 @@ class BatchLosses:
     ) -> Iterator[tuple[slice, RowLosses]]:
         """Solve the rows; yields every block with its solution, of which only the attributes above are remembered.
 
-        Args:
-            logits: ``[N, V]``.
-            target: class indices ``[N]`` or distributions ``[N, V]``.
-            keep: bool ``[N]``, False for rows to ignore; None keeps all.
-            number: alpha of all rows, or None.
-            alpha: ``[N]``, where there is no such number.
-            smoothing: share of the target mass that is spread evenly.
+        The rows ``logits`` ``[N, V]`` have class indices ``[N]`` or distributions ``[N, V]`` as ``target``; where ``keep``
+        ``[N]`` is False they are ignored. Alpha is one ``number`` or, where that is None, ``alpha`` ``[N]``.
         """
         for block in row_blocks(logits):
             result = row_losses(
@@ -94,19 +89,10 @@ def write_residuals(
     smoothing: float,
     out: Tensor,
 ) -> None:
-    """Write ``weight (p - q)`` of some blocks of rows to ``out`` ``[N, V]``.
+    """Write ``weight (p - q)`` of some blocks of rows to ``out`` ``[N, V]``, of any floating dtype; zeros for dead rows.
 
-    Args:
-        blocks: which.
-        logits: as for :meth:`BatchLosses.run`, likewise ``number``, ``alpha``, ``target`` and ``smoothing``.
-        solved: from :class:`BatchLosses`, likewise ``dead``.
-        number: alpha of all rows, or None.
-        alpha: ``[N]``, where there is no such number.
-        target: class indices or distributions.
-        weight: ``[N, 1]``, in the computing dtype.
-        dead: bool ``[N]``, rows that get zeros.
-        smoothing: share of the target mass that is spread evenly.
-        out: any floating dtype.
+    ``weight`` ``[N, 1]`` is of the computing dtype, ``solved`` and ``dead`` are a :class:`BatchLosses`', the others as for
+    :meth:`BatchLosses.run`.
     """
     for block in blocks:
         maximum, shift, scale = solved[:, block].unbind(0)

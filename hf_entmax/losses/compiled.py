@@ -43,16 +43,9 @@ def entmax_losses(
     smoothing: float,
     slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses of all rows, as :func:`hf_entmax.losses.entmax_loss` defines them.
+    """Losses of all rows ``[N, V]``, as :func:`hf_entmax.losses.entmax_loss` defines them.
 
-    Args:
-        logits: ``[N, V]``.
-        labels: class indices ``[N]`` or distributions ``[N, V]``.
-        alpha: ``[1]`` or ``[N]``, None for ``number``.
-        number: alpha of all rows where ``alpha`` is None.
-        ignore_index: class index of the rows to ignore.
-        smoothing: share of the target mass spread evenly.
-        slope: whether derivatives in alpha are wanted.
+    Alpha is ``[1]`` or ``[N]``, or None for one ``number``; ``slope`` says whether derivatives in it are wanted.
 
     Returns:
         Losses ``[N]``; their derivatives in alpha ``[N]``, or ``[0]``; maximum, shift and scale of the rows ``[3, N, 1]``;

@@ -155,15 +155,10 @@ def row_losses(
 
 
 def sparse_residual(result: RowLosses, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``p - q`` of class indices, away from the columns where it is ``-smoothing / V``.
+    """``p - q`` of class indices int64 ``[n]``, away from the columns where it is ``-smoothing / V``.
 
-    Args:
-        result: rows with a sparse solution, i.e. with ``solution.rows``.
-        labels: int64 ``[n]``.
-        smoothing: as for :func:`row_losses`.
-
-    Returns:
-        Row, column and value of the entries, ``[nnz]`` each, in no particular order.
+    The solution must be sparse (``solution.rows``). Returns row, column and value of the entries, ``[nnz]`` each, in no
+    particular order.
     """
     solution = result.solution
     if solution.rows is None or solution.columns is None:
@@ -193,17 +188,10 @@ def dense_residual(
     smoothing: float,
     out: Tensor,
 ) -> None:
-    """Write ``weight (p - q)`` of rows that were solved before.
+    """Write ``weight (p - q)`` of rows that were solved before to ``out`` ``[n, V]``, of any floating dtype.
 
-    Args:
-        scores: ``[n, V]``.
-        solution: ``maximum``, ``shift`` and ``scale`` of the rows, ``[n, 1]`` each.
-        u: as for :func:`row_losses`.
-        target: as for :func:`row_losses`.
-        weight: ``[n, 1]``, in the computing dtype.
-        dead: bool ``[n]``: rows that get zeros.
-        smoothing: as for :func:`row_losses`.
-        out: ``[n, V]``, any floating dtype.
+    ``solution`` is their ``maximum``, ``shift`` and ``scale``, ``[n, 1]`` each, ``weight`` ``[n, 1]`` of the computing dtype.
+    Rows that are ``dead`` get zeros. The others are as for :func:`row_losses`.
     """
     maximum, shift, scale = solution
     reuse = out if out.dtype == compute_dtype(scores.dtype) else None

@@ -16,16 +16,10 @@ ALIGNMENT_METHODS: tuple[AlignmentMethod, ...] = ("argmax", "threshold", "suppor
 
 
 def dependency_hits(attention: Tensor, heads: Tensor, direction: str = "to_head") -> tuple[Tensor, Tensor]:
-    """Marks the words whose largest weight lies on the gold word.
+    """Marks the words whose largest weight [B, H, W, W] lies on the gold word: ``(hits [B, H, W], counted [B, W])``.
 
-    Args:
-        attention: [B, H, W, W] between words.
-        heads: long [B, W], index of the head word, -1 = root, unknown or padding.
-        direction: "to_head" reads the row of the dependent, "to_dependent" its column: the head word must give the
-            dependent more weight than any other word does.
-
-    Returns:
-        ``(hits bool [B, H, W], counted bool [B, W])``.
+    ``heads`` are long [B, W], -1 = root, unknown or padding. "to_head" reads the row of the dependent, "to_dependent" its
+    column: the head word must give the dependent more weight than any other word does.
     """
     counted = heads >= 0
     matrix = attention if direction == "to_head" else attention.transpose(-1, -2)

@@ -69,14 +69,9 @@ def house_style() -> Iterator[None]:
 def new_figure(
     columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 2.6, **options: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a grid of axes, independent of pyplot (no window, no global state).
+    """A figure with a grid of axes, each of that size in inches, independent of pyplot (no window, no global state).
 
-    Args:
-        columns: of axes.
-        rows: of axes.
-        width: of one, in inches.
-        height: of one, in inches.
-        **options: to ``Figure.subplots``, such as ``sharey=True``.
+    ``options`` go to ``Figure.subplots``, such as ``sharey=True``.
     """
     from matplotlib.figure import Figure
 
@@ -113,13 +108,9 @@ def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, **o
 
 @house_style()
 def head_grid(values: Mapping[str, Tensor], label: str, limits: tuple[float, float], colours: str) -> Figure:
-    """A number per head, by colour, in a grid of layers and heads, a panel per site.
+    """A number per head, ``{site: [layers, heads]}``, by colour in a grid, a panel per site; NaN stays white.
 
-    Args:
-        values: ``{site: [layers, heads]}``; NaN stays white.
-        label: of the colour bar, with unit.
-        limits: of the colours.
-        colours: matplotlib's name of the colour map.
+    ``label``, with unit, and ``limits`` are the colour bar's, ``colours`` is matplotlib's name of the map.
     """
     heads = max(value.shape[1] for value in values.values())
     layers = max(value.shape[0] for value in values.values())
@@ -154,9 +145,7 @@ def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
 def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
     """Reads ``{model name: {site: tensor}}`` from one or several models.
 
-    Args:
-        models: ``AttentionStatistics`` or a sequence of them, ``{site: tensor}``, or ``{name: either of these}``.
-        attribute: of ``AttentionStatistics`` that holds the values.
+    They are ``AttentionStatistics`` (whose ``attribute`` is read) or several, ``{site: tensor}``, or ``{name: either}``.
     """
     several = lambda values: all(isinstance(value, Mapping) or hasattr(value, attribute) for value in values)  # noqa: E731
     if isinstance(models, Mapping) and several(models.values()):

@@ -252,15 +252,9 @@ class Encoder:
 
 
 def find_tokens(text: str, surfaces: Sequence[str], outside: Sequence[bool]) -> list[tuple[int, int]] | None:
-    """Finds tokens in their text, for tokenizers that do not say where they came from.
+    """Finds tokens, given without marks, in their text, for tokenizers that do not say where they came from.
 
-    Args:
-        text: the sentence.
-        surfaces: text of every token, without marks.
-        outside: tokens that are not part of the text.
-
-    Returns:
-        Character span of every token, (0, 0) for those outside; None when one of them cannot be found.
+    Returns the character span of every token, (0, 0) for those ``outside`` the text; None when one cannot be found.
     """
     spans: list[tuple[int, int]] = []
     position = 0

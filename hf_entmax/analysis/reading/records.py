@@ -77,9 +77,7 @@ def table_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def json_records(path: Path, lenient: bool = False) -> Iterator[tuple[str, Any]]:
     """Yields ``(place, record)`` of a file with a JSON value per line, or with one list of objects.
 
-    Args:
-        path: the file.
-        lenient: whether lines may be empty, and the list may be of strings.
+    If ``lenient``, lines may be empty, and the list may be of strings.
 
     Raises:
         ValueError: for broken JSON, with the line.
@@ -110,11 +108,7 @@ def dataset_records(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields ``(place, record)`` of what ``datasets`` can load: a set of the Hub, a folder of one, a ``.parquet`` file.
 
-    Args:
-        name: ``OWNER/NAME``, a folder or a file.
-        config: of the data set.
-        split: default test, validation or train, the first there is.
-        streaming: whether to read it without keeping a copy.
+    The default split is test, validation or train, the first there is; ``streaming`` keeps no copy.
 
     Raises:
         FileNotFoundError: if it cannot be loaded.
@@ -153,12 +147,8 @@ def fields_of(record: Any, where: str, expected: str) -> dict[str, Any]:
 def is_header(first: Sequence[str], wanted: Sequence[str]) -> bool:
     """The rule about headers, the same for every table.
 
-    The first row is a header if it has a column that is asked for by name, or if all of its cells are usual names of
-    columns (``source``, ``text``, ``label``, ...) or, where no column is asked for, one is.
-
-    Args:
-        first: cells of the first row.
-        wanted: columns that are asked for; digits are places, not names.
+    The first row is a header if it has a column that is asked for by name (digits are places, not names), or if all of
+    its cells are usual names of columns (``source``, ``text``, ``label``, ...) or, where no column is asked for, one is.
     """
     cells = {cell.strip().lower() for cell in first}
     names = {name.lower() for name in wanted if not name.isdigit()}

@@ -89,12 +89,7 @@ def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[
 def read_splits(
     wheres: Mapping[str, str], columns: Sequence[str], read: Callable[..., list[Any]] = read_rows
 ) -> dict[str, list[Any]]:
-    """The same columns of several splits, each file read once.
-
-    Args:
-        wheres: what ``read`` reads, by split, training first.
-        columns: as for `read_rows`.
-        read: `read_rows`, `read_lists`, or `read_pairs` for two columns.
+    """The same columns of several splits, training first, each file read once by ``read`` (`read_pairs`: two columns).
 
     Raises:
         FileNotFoundError, ValueError: as ``read`` and `check_first_rows`.
@@ -108,9 +103,7 @@ def read_splits(
 def check_first_rows(tables: Mapping[str, Sequence[Sequence[Any]]], columns: Sequence[str]) -> None:
     """Say that the first row of several tables looks like a header whose names are not those that were asked for.
 
-    Args:
-        tables: rows by file, the training data first.
-        columns: what was asked for; by number, nothing is guessed.
+    ``tables`` are rows by file, the training data first. Of columns asked for by number nothing is guessed.
 
     Raises:
         ValueError: if another table begins as the first one does and goes on differently, and no cell of that row stands

@@ -125,15 +125,9 @@ def token_table(tokenizer: Any) -> TokenTable:
 
 
 def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Numbers the words of every sentence.
+    """Numbers the words of every sentence: long [B, T], 0, 1, 2, ...; -1 for special tokens, white space and padding.
 
-    Args:
-        table: of the tokenizer that made the ids.
-        input_ids: long [B, T].
-        mask: bool [B, T], True = real token; default: all.
-
-    Returns:
-        long [B, T]: 0, 1, 2, ... along the sentence; -1 for special tokens, white space and padding.
+    ``table`` is of the tokenizer that made the ids [B, T]; ``mask``, bool [B, T], is True for real tokens (default: all).
 
     Raises:
         ValueError: an id beyond the vocabulary.
@@ -185,18 +179,10 @@ def question_masks(
     mask: Tensor,
     interrogatives: Iterable[str] = INTERROGATIVE_WORDS["en"],
 ) -> tuple[Tensor, Tensor]:
-    """Finds the sentence-final question mark and the interrogative words of every question.
+    """Finds the interrogative words and the sentence-final question mark of every question, each bool [B, T].
 
-    Args:
-        table: of the tokenizer.
-        input_ids: long [B, T].
-        words: long [B, T], from :func:`word_ids` or the tokenizer itself.
-        mask: bool [B, T], True = real token.
-        interrogatives: lower-case words that ask; :data:`INTERROGATIVE_WORDS` has them by language.
-
-    Returns:
-        ``(interrogative [B, T], question [B, T])``, bool; both empty for a sentence that does not end in a question mark
-        (closing quotes and brackets may follow it).
+    Both are empty for a sentence that does not end in a question mark (closing quotes and brackets may follow it).
+    ``words`` are long [B, T], from :func:`word_ids` or the tokenizer itself; ``interrogatives`` are lower case.
     """
     wanted = frozenset(word.lower() for word in interrogatives)
     ids, numbers, real = input_ids.cpu(), words.cpu(), mask.cpu().bool()

@@ -145,14 +145,8 @@ class SparsegenFunction(_RowFunction):
 def hourglass_scale(z: Tensor, allowed: Tensor, q: Option, mirrored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """``a(z) = (1 + K q) / (|sum z| + K q)`` of each row, with ``K`` its number of allowed entries.
 
-    Args:
-        z: ``[..., n]``, float32 or float64.
-        allowed: bool ``[..., n]``.
-        q: number or ``[..., 1]``, in [0, inf].
-        mirrored: False for the cone, which has ``sum z`` in place of its absolute value.
-
-    Returns:
-        ``a``, the row sums and the denominators, each ``[..., 1]``; all finite even where ``a`` is not defined.
+    The cone, not ``mirrored``, has ``sum z`` in place of its absolute value. Returns ``a``, the row sums and the
+    denominators, each ``[..., 1]``; all finite even where ``a`` is not defined. ``q`` is in [0, inf].
     """
     total = torch.where(allowed, z, 0.0).sum(-1, keepdim=True)
     count = allowed.sum(-1, keepdim=True).to(z.dtype)
