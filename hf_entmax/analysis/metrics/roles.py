@@ -94,7 +94,7 @@ def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
 
 
 def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
-    """Marks the key at a fixed distance, key minus query position, of every query: bool [B, T_q, T_k], as ``pairs``.
+    """Marks the key at a fixed distance, key minus query position, of every query: bool [B, T_q, T_k].
 
     ``shift``, long [B], is what must be added to ``key index - query index`` so that first real key and first real query
     are at distance 0 (left padding that differs between source and target).
@@ -104,71 +104,12 @@ def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
     return pairs & ((distance + shift.view(-1, 1, 1)) == offset)
 
 
-def text_targets(
-    pairs: Tensor,
-    shift: Tensor,
-    *,
-    first_key: Tensor,
-    special: Tensor | None = None,
-    punctuation: Tensor | None = None,
-    words: Tensor | None = None,
-    tokens: Tensor | None = None,
-    produced: Tensor | None = None,
-    interrogative: Tensor | None = None,
-    question: Tensor | None = None,
-    cross: bool = False,
-) -> list[Tensor]:
-    """Marks the keys of every role of :data:`TEXT_ROLES`; a role without the means to find it marks none.
-
-    Args:
-        pairs: bool [B, T_q, T_k], possible pairs.
-        shift: long [B], see :func:`offset_targets`.
-        first_key: long [B], index of the first real key.
-        special: bool [B, T_k], special tokens.
-        punctuation: bool [B, T_k].
-        words: long [B, T], -1 = none; self-attention only.
-        tokens: long [B, T_k] ids of the keys with -1 for special tokens.
-        produced: long [B, T_q] id of the token that each query produces, -1 = unknown; cross-attention only.
-        interrogative: bool [B, T].
-        question: bool [B, T].
-        cross: cross-attention, where roles within one sentence have no meaning.
-
-    Returns:
-        One bool tensor [B, T_q, T_k] per role. "monotone" depends on the head and marks none, see `monotone_mass`.
-    """
-    nothing = torch.zeros_like(pairs)
-    offsets = {"previous": -1, "current": 0, "next": 1}
-    targets = {name: offset_targets(pairs, shift, offset) for name, offset in offsets.items()}
-    keys = torch.arange(pairs.shape[-1], device=pairs.device)
-    first = pairs & (keys == first_key.view(-1, 1)).unsqueeze(1)
-    if not cross:
-        # The first query of a causal head has no choice, and any other head may mean itself there.
-        first = first & (keys != first_key.view(-1, 1)).unsqueeze(-1)
-    targets["first"] = first
-    if special is not None:
-        targets["special"] = pairs & special.unsqueeze(1)
-    if punctuation is not None:
-        targets["punctuation"] = pairs & punctuation.unsqueeze(1)
-    off_diagonal = ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
-    if not cross and words is not None:
-        same = (words.unsqueeze(-1) == words.unsqueeze(-2)) & (words >= 0).unsqueeze(-1)
-        targets["subword"] = pairs & same & off_diagonal
-    if not cross and tokens is not None:
-        same_token = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & (tokens >= 0).unsqueeze(-1)
-        targets["repeated"] = pairs & same_token & off_diagonal
-        # Key k follows an earlier occurrence of the query's token: tokens[k - 1] == tokens[q] with k - 1 < q.
-        earlier = same_token & off_diagonal.tril()
-        targets["induction"] = pairs & torch.cat([torch.zeros_like(earlier[..., :1]), earlier[..., :-1]], dim=-1)
-    if cross:
-        queries, positions = pairs.any(-1), pairs.any(-2)
-        place, count = queries.cumsum(-1) - 1, queries.sum(-1, keepdim=True).clamp(min=1)
-        same_share = (2 * place + 1) * positions.sum(-1, keepdim=True) // (2 * count)  # floor((i + 1/2) S / T)
-        targets["diagonal"] = pairs & (same_share.unsqueeze(-1) == (positions.cumsum(-1) - 1).unsqueeze(1))
-        if tokens is not None and produced is not None:
-            targets["copy"] = pairs & (produced.unsqueeze(-1) == tokens.unsqueeze(1)) & (tokens >= 0).unsqueeze(1)
-    if not cross and interrogative is not None and question is not None:
-        targets["question"] = pairs & interrogative.unsqueeze(-1) & question.unsqueeze(-2)
-    return [targets.get(name, nothing) for name in TEXT_ROLES]
+def same_share(pairs: Tensor) -> Tensor:
+    """Marks, of ``pairs`` bool [B, T_q, T_k], the key at the same relative position as the query."""
+    queries, positions = pairs.any(-1), pairs.any(-2)
+    place, count = queries.cumsum(-1) - 1, queries.sum(-1, keepdim=True).clamp(min=1)
+    share = (2 * place + 1) * positions.sum(-1, keepdim=True) // (2 * count)  # floor((i + 1/2) S / T)
+    return share.unsqueeze(-1) == (positions.cumsum(-1) - 1).unsqueeze(1)
 
 
 def monotone_mass(weights: HeadWeights) -> Tensor:

@@ -107,20 +107,18 @@ def _sentence(lines: Iterable[tuple[int, str]], path: Path) -> DependencySentenc
             if key.strip() == "sent_id":
                 sentence.sent_id = value.strip()
             continue
-        columns = line.split("\t")
+        columns, where = line.split("\t"), f"{path}:{number}"
         if len(columns) != 10:
-            raise ValueError(
-                f"{path}:{number}: 10 tab-separated columns expected, {len(columns)} found: {_short(line)}"
-            )
+            raise ValueError(f"{where}: expected 10 tab-separated columns, found {len(columns)}: {_short(line)}")
         identifier, form, _, _, _, features, head, relation, _, misc = columns
         if "." in identifier:
             continue
         start, dash, end = identifier.partition("-")
         expected = len(sentence.words) + 1
         if dash and (not (start.isdigit() and end.isdigit()) or int(start) != expected or int(end) < int(start)):
-            raise ValueError(f"{path}:{number}: {identifier!r} is not a range of words that starts at {expected}.")
+            raise ValueError(f"{where}: {identifier!r} is not a range of words that starts at {expected}.")
         if not dash and (not identifier.isdigit() or int(identifier) != expected):
-            raise ValueError(f"{path}:{number}: word number {identifier!r} where {expected} was expected.")
+            raise ValueError(f"{where}: word number {identifier!r} where {expected} was expected.")
         if dash or expected > multiword_end:
             sentence.surface.append(form)
             sentence.spaces.append("SpaceAfter=No" not in misc.split("|"))
@@ -128,7 +126,7 @@ def _sentence(lines: Iterable[tuple[int, str]], path: Path) -> DependencySentenc
             multiword_end = int(end)
             continue
         if not head.isdigit() and head != "_":
-            raise ValueError(f"{path}:{number}: the head {head!r} is not a number (0 = root).")
+            raise ValueError(f"{where}: the head {head!r} is not a number (0 = root).")
         first_line = first_line or number
         sentence.words.append(form)
         sentence.word_surface.append(len(sentence.surface) - 1)

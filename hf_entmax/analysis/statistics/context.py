@@ -16,7 +16,8 @@ from hf_entmax.analysis.metrics.roles import (
     chance_sums,
     monotone_chance,
     monotone_mass,
-    text_targets,
+    offset_targets,
+    same_share,
 )
 from hf_entmax.analysis.reading.words import TokenTable, question_masks, word_ids
 from hf_entmax.batches.prepare import BatchInfo
@@ -68,7 +69,7 @@ class SiteContext:
         pairs: bool [B, T_q, T_k], possible pairs.
         pair_counts: float64 [B].
         query_counts: float64 [B], queries with at least one possible key.
-        shift: long [B], see :func:`hf_entmax.analysis.roles.offset_targets`.
+        shift: long [B], see :func:`hf_entmax.analysis.metrics.roles.offset_targets`.
         aligned: whether ``shift`` is zero throughout.
         per_sentence: rows of the batch are sentences (False for windows of an image).
         roles: the text roles.
@@ -169,39 +170,50 @@ def _text_roles(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> RoleTargets:
-    cross = context.site == "cross"
+    """Marks the keys of every role of :data:`TEXT_ROLES`; a role without the means to find it marks none."""
+    cross, pairs, words = context.site == "cross", context.pairs, context.words
     key_ids = info.input_ids if cross else ids
-    special = punctuation = tokens = interrogative = question = None
+    offsets = {"previous": -1, "current": 0, "next": 1}
+    targets = {name: offset_targets(pairs, context.shift, offset) for name, offset in offsets.items()}
+    first = torch.arange(pairs.shape[-1], device=pairs.device) == first_key.view(-1, 1)
+    targets["first"] = pairs & first.unsqueeze(1)
+    if cross:
+        targets["diagonal"] = pairs & same_share(pairs)
+    else:
+        # The first query of a causal head has no choice, and any other head may mean itself there.
+        targets["first"] &= ~first.unsqueeze(-1)
+    elsewhere = ~torch.eye(*pairs.shape[1:], dtype=torch.bool, device=pairs.device)
+    if not cross and words is not None:
+        targets["subword"] = pairs & elsewhere & _equal(words, words)
     if table is not None and key_ids is not None and tuple(key_ids.shape) == tuple(key_mask.shape):
         known = key_ids.clamp(max=len(table) - 1).cpu()
         special = table.special[known].to(key_ids.device)
-        punctuation = table.punctuation[known].to(key_ids.device)
         tokens = key_ids.masked_fill(special | ~key_mask, -1)
-        if not cross and context.words is not None:
-            interrogative, question = question_masks(table, key_ids, context.words, key_mask, interrogatives)
-    produced = None
-    if cross and ids is not None:  # query i reads token i and produces token i + 1
-        read = ids.masked_fill(~context.pairs.any(-1), -1)
-        produced = torch.nn.functional.pad(read[:, 1:], (0, 1), value=-1)
-    targets = text_targets(
-        context.pairs,
-        context.shift,
-        first_key=first_key,
-        special=special,
-        punctuation=punctuation,
-        words=context.words,
-        tokens=tokens,
-        produced=produced,
-        interrogative=interrogative,
-        question=question,
-        cross=cross,
-    )
-    roles = RoleTargets.build(TEXT_ROLES, targets, context.pairs)
-    if cross:
+        targets["special"] = pairs & special.unsqueeze(1)
+        targets["punctuation"] = pairs & table.punctuation[known].to(key_ids.device).unsqueeze(1)
+        if not cross:
+            same = elsewhere & _equal(tokens, tokens)
+            targets["repeated"] = pairs & same
+            # Key k follows an earlier occurrence of the query's token: tokens[k - 1] == tokens[q] with k - 1 < q.
+            targets["induction"] = pairs & torch.nn.functional.pad(same.tril()[..., :-1], (1, 0))
+        elif ids is not None:  # query i reads token i and produces token i + 1
+            read = ids.masked_fill(~pairs.any(-1), -1)
+            targets["copy"] = pairs & _equal(torch.nn.functional.pad(read[:, 1:], (0, 1), value=-1), tokens)
+        if not cross and words is not None:
+            asking, question = question_masks(table, key_ids, words, key_mask, interrogatives)
+            targets["question"] = pairs & asking.unsqueeze(-1) & question.unsqueeze(-2)
+    nothing = torch.zeros_like(pairs)
+    roles = RoleTargets.build(TEXT_ROLES, [targets.get(name, nothing) for name in TEXT_ROLES], pairs)
+    if cross:  # depends on the head, and is read off its weights
         place = roles.monotone = TEXT_ROLES.index("monotone")
-        queries, chance = monotone_chance(context.pairs)
+        queries, chance = monotone_chance(pairs)
         roles.queries[place], roles.chance[place] = queries.sum(), chance.sum()
     return roles
+
+
+def _equal(queries: Tensor, keys: Tensor) -> Tensor:
+    """Pairs [B, T_q, T_k] of equal ids; a negative one equals none."""
+    return (queries.unsqueeze(-1) == keys.unsqueeze(-2)) & (keys >= 0).unsqueeze(-2)
 
 
 def _add_dependency(context: SiteContext, info: BatchInfo) -> None:
