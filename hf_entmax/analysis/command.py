@@ -127,21 +127,12 @@ def _site_table(statistics) -> Table:
     from hf_entmax.analysis.report.findings import percent
     from hf_entmax.analysis.report.tables import site_rows
 
-    table = Table(title=f"{escape(statistics.name)}: {statistics.num_sentences:,} sentences")
-    for name in ("site", "layers", "heads", "density", "keys per query", "Jensen-Shannon (log heads)", "mean alpha"):
-        table.add_column(name, justify="left" if name == "site" else "right")
+    table = Table("site", title=f"{escape(statistics.name)}: {statistics.num_sentences:,} sentences")
+    for name in ("layers", "heads", "density", "keys per query", "Jensen-Shannon (log heads)", "mean alpha"):
+        table.add_column(name, justify="right")
     for row in site_rows(statistics):
-        table.add_row(
-            row["site"],
-            str(row["layers"]),
-            str(row["heads"]),
-            percent(row["density"]) if row["density"] is not None else "–",
-            _number(row["mean_support"], 1),
-            _number(row["head_diversity"], 3),
-            _number(row["alpha_mean"], 3),
-        )
+        density = "–" if row["density"] is None else percent(row["density"])
+        digits = {"mean_support": 1, "head_diversity": 3, "alpha_mean": 3}
+        numbers = ("–" if row[name] is None else f"{row[name]:.{places}f}" for name, places in digits.items())
+        table.add_row(row["site"], str(row["layers"]), str(row["heads"]), density, *numbers)
     return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

@@ -18,6 +18,7 @@ from hf_entmax.bench.implementations import (
     Problem,
     make_problem,
     reference_output,
+    training_steps,
     unavailable,
 )
 from hf_entmax.bench.losses import loss_steps
@@ -256,8 +257,6 @@ def _density(problem: Problem) -> float:
 
 
 def _measure_model(case: ModelCase, device: str, repeats: int, budget: float) -> list[Measurement]:
-    from hf_entmax.bench.models import training_steps
-
     steps, tokens = training_steps(case, device)
     times = interleaved_times(steps, repeats, device, budget * 4)
     rates = {name: [1e3 * tokens / t for t in measured] for name, measured in times.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -68,7 +69,7 @@ class Member:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Continue all rows, with the cache: log-probabilities ``[rows, V]`` after the new tokens ``[rows, t]``."""
-        input_ids = torch.cat((self.input_ids, tokens.to(self.input_ids.device)), dim=-1)
+        input_ids = self._with(tokens)
         # Without a cache, every step is a first one: the model sees the whole sequence.
         one = 1 if self.options.get("use_cache") and not self._first else None
         inputs = self.model.prepare_inputs_for_generation(
@@ -104,14 +105,14 @@ class Member:
         are returned, counted from the end of the longest prefix.
         """
         count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
+        coded = {"is_encoder_decoder": self.model.config.is_encoder_decoder}
         options = {name: _repeat(name, value, count) for name, value in self.options.items()}
         filler = int(self.input_ids[0, -1])
         new = torch.tensor([[*prefix, *[filler] * (longest - len(prefix))] for prefix in prefixes], dtype=torch.long)
-        input_ids = torch.cat((self.input_ids.repeat(count, 1), new.to(self.input_ids.device)), dim=-1)
+        input_ids = self._with(new)
         if longest:
-            options = self.model._update_model_kwargs_for_generation(
-                ModelOutput(), options, is_encoder_decoder=self.model.config.is_encoder_decoder, num_new_tokens=longest
-            )
+            update = self.model._update_model_kwargs_for_generation
+            options = update(ModelOutput(), options, **coded, num_new_tokens=longest)
         if "logits_to_keep" in options:
             options["logits_to_keep"] = keep
         inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **options)
@@ -132,11 +133,17 @@ class Member:
         # Processors look back at whole sequences, which differ in length here.
         rows = []
         for prefix, scores in zip(prefixes, logits, strict=True):
-            new = torch.tensor([list(prefix)], dtype=torch.long, device=self.input_ids.device)
-            rows.append(self.log_probs(scores[None], torch.cat((self.input_ids, new), dim=-1)))
+            new = torch.tensor([list(prefix)], dtype=torch.long)
+            rows.append(self.log_probs(scores[None], self._with(new)))
         return torch.cat(rows)
 
+    def _with(self, tokens: Tensor) -> Tensor:
+        """Prompts and new tokens, as many prompts as there are rows of those."""
+        prompts = self.input_ids.expand(len(tokens), -1)
+        return torch.cat((prompts, tokens.to(prompts.device)), dim=-1)
 
+
+@dataclasses.dataclass
 class Ensemble:
     """One or several members, whose probabilities are averaged at every step.
 
@@ -144,13 +151,10 @@ class Ensemble:
         ValueError: if their vocabularies or end-of-sequence tokens differ.
     """
 
-    def __init__(
-        self, members: list[Member], eos_token_ids: list[int], max_new_tokens: int, criteria: list[Any]
-    ) -> None:
-        self.members = members
-        self.eos_token_ids = eos_token_ids
-        self.max_new_tokens = max_new_tokens
-        self.criteria = criteria
+    members: list[Member]
+    eos_token_ids: list[int]
+    max_new_tokens: int
+    criteria: list[Any]
 
     @property
     def rows(self) -> int:

@@ -14,8 +14,7 @@ from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS
 from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS, TokenTable, token_table
 from hf_entmax.analysis.statistics.accumulate import GROUPS, SiteSums, SumOptions
 from hf_entmax.analysis.statistics.context import SiteContext, build_context
-from hf_entmax.analysis.statistics.gather import gather_collection
-from hf_entmax.analysis.statistics.result import SITES, AttentionStatistics, describe_device
+from hf_entmax.analysis.statistics.result import SITES, AttentionStatistics, describe_device, gather_collection
 from hf_entmax.analysis.statistics.sentences import SentenceExtremes
 from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch

@@ -95,10 +95,7 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
         values[what] = {}
         for site, numbers in per_site.items():
             try:
-                rows = [
-                    [float("nan") if x is None else x for x in row] if isinstance(row, list) else row for row in numbers
-                ]
-                tensor = torch.tensor([float("nan") if row is None else row for row in rows], dtype=torch.float64)
+                tensor = torch.tensor(_with_nan(numbers), dtype=torch.float64)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {what} of {site!r} is no rectangular list of numbers ({error}).") from error
             if tensor.dim() not in dimensions:
@@ -108,6 +105,12 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
                 )
             values[what][site] = tensor
     return record["step"], values
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_nan(entry) for entry in value]
+    return float("nan") if value is None else value
 
 
 def _stack(tensors: list[Tensor | None], where: str) -> Tensor:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.statistics.accumulate import grown
 from hf_entmax.analysis.statistics.sentences import SentenceExtremes
 from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 #: Order in which sites are reported.
 SITES = ("encoder_self", "cross", "decoder_self")
@@ -194,3 +199,46 @@ def describe_device(model: torch.nn.Module) -> str:
     """Device and dtype of a model, for the record."""
     parameter = next(model.parameters())
     return f"{parameter.device.type}, {str(parameter.dtype).removeprefix('torch.')}"
+
+
+def gather_collection(
+    statistics: AttentionStatistics,
+    layers: dict[str, list[LayerInfo]],
+    accelerator: Accelerator,
+    error: Exception | None,
+) -> Exception | None:
+    """Replaces the statistics of every process, in place, by those of all together.
+
+    ``layers`` are this process's by site (one that saw no batch may know fewer), ``error`` what stopped it. Returns the
+    first error of any process, or None.
+    """
+    if accelerator.num_processes == 1:
+        return error
+    from accelerate.utils import gather_object
+
+    mine = (statistics, layers, None if error is None else str(error))
+    everyone: list[tuple[AttentionStatistics, dict[str, list[LayerInfo]], str | None]] = gather_object([mine])
+    parts = [other for other, _, _ in everyone]
+    for name, site in statistics.sites.items():
+        site.layers = list(max((known.get(name, []) for _, known, _ in everyone), key=len))
+        sums = [part.sites[name].sums for part in parts]
+        site.sums = {}
+        for key in dict.fromkeys(key for one in sums for key in one):
+            found = [one[key] for one in sums if key in one]
+            widest = (len(site.layers), *(max(sizes) for sizes in zip(*(one.shape[1:] for one in found), strict=True)))
+            site.sums[key] = torch.stack([grown(one, widest) for one in found]).sum(0)
+    statistics.num_sentences = sum(part.num_sentences for part in parts)
+    statistics.num_tokens = dict(sum((Counter(part.num_tokens) for part in parts), Counter()))
+    statistics.notes = list(dict.fromkeys(note for part in parts for note in part.notes))
+    statistics.extremes = {}
+    for part in parts:
+        for site, extremes in part.extremes.items():
+            if site in statistics.extremes:
+                statistics.extremes[site].merge(extremes)
+            else:
+                statistics.extremes[site] = extremes
+    for extremes in statistics.extremes.values():
+        wanted = extremes.wanted()
+        extremes.texts = {index: text for index, text in sorted(extremes.texts.items()) if index in wanted}
+    first = next((text for _, _, text in everyone if text is not None), None)
+    return error if error is not None or first is None else ValueError(first)

@@ -15,7 +15,7 @@ from hf_entmax.ops.controllable import softmax, sparsegen_lin, sparsehourglass
 from hf_entmax.ops.controllable.domain import LAM, Interval, Q, holds
 from hf_entmax.ops.mapping import entmax, sparsemax
 
-ALPHA = Interval("alpha", 1.0, math.inf, False, True, "1 is softmax, 2 is sparsemax")
+ALPHA = Interval("alpha", 1.0, math.inf, False, True, "1 is softmax, 2 is sparsemax", 1.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,13 @@ class MultilabelSpec:
     Args:
         loss: ``(z, rows, **options) -> [N]``, see :class:`LabelRows`.
         probs: ``(logits, mask, **options) -> probabilities``.
-        options: name -> interval and default.
+        options: name -> interval, with the default.
         description: one line.
     """
 
     loss: Callable[..., Tensor]
     probs: Callable[..., Tensor]
-    options: Mapping[str, tuple[Interval, float]]
+    options: Mapping[str, Interval]
     description: str
 
 
@@ -46,7 +46,7 @@ MULTILABEL_LOSSES: dict[str, MultilabelSpec] = {
     "entmax": MultilabelSpec(
         terms.fenchel_young_loss,
         lambda z, m, alpha: entmax(z, alpha, mask=m),
-        {"alpha": (ALPHA, 1.5)},
+        {"alpha": ALPHA},
         "alpha-entmax, Fenchel-Young loss",
     ),
     "sparsemax_hinge": MultilabelSpec(
@@ -58,13 +58,13 @@ MULTILABEL_LOSSES: dict[str, MultilabelSpec] = {
     "sparsegen_lin": MultilabelSpec(
         terms.sparsegen_lin_hinge,
         lambda z, m, lam: sparsegen_lin(z, lam, mask=m),
-        {"lam": (LAM, 0.0)},
+        {"lam": LAM},
         "sparsegen-lin, hinge loss",
     ),
     "sparsehourglass": MultilabelSpec(
         terms.sparsehourglass_hinge,
         lambda z, m, q: sparsehourglass(z, q, mask=m),
-        {"q": (Q, 1.0)},
+        {"q": Q},
         "sparsehourglass, hinge loss",
     ),
 }
@@ -107,8 +107,8 @@ def _options(name: str, given: Mapping[str, Any]) -> dict[str, float | Tensor]:
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"mapping={name!r} has no options {unknown}; it has {sorted(known) or 'none'}.")
     options: dict[str, float | Tensor] = {}
-    for option, (interval, default) in known.items():
-        value = given.get(option, default)
+    for option, interval in known.items():
+        value = given.get(option, interval.default)
         if isinstance(value, Tensor):
             if value.numel() != 1 or not value.is_floating_point():
                 raise TypeError(f"{option} must be a number or a floating-point tensor of one element.")
