@@ -94,7 +94,6 @@ class LossCase:
 AnyCase = Case | ModelCase | LossCase
 
 _KINDS = ("flat", "frequency", "trained")
-_BOTH = ("eager_softmax", "sdpa")
 _EVERYBODY = (
     "eager_softmax",
     "sdpa",
@@ -105,43 +104,17 @@ _EVERYBODY = (
     "ours_torch",
 )
 
+
+def _training(**limits: float) -> tuple[tuple[str, str, float], ...]:
+    """Targets of a training step, by implementation."""
+    return tuple((name, "forward+backward", limit) for name, limit in limits.items())
+
+
 _TARGETS: tuple[AnyCase, ...] = (
-    Case(
-        "B4 H8 L512, q x 2",
-        4,
-        8,
-        512,
-        against=_EVERYBODY,
-        targets=(("entmax_bisect", "forward+backward", 0.01), ("eager_softmax", "forward+backward", 0.4)),
-    ),
-    Case(
-        "B1 H8 L2048, q x 3",
-        1,
-        8,
-        2048,
-        sharpness=3.0,
-        against=_BOTH,
-        targets=(("sdpa", "forward+backward", 0.4),),
-    ),
-    Case(
-        "B1 H8 L2048, q x 1",
-        1,
-        8,
-        2048,
-        sharpness=1.0,
-        against=_BOTH,
-        targets=(("sdpa", "forward+backward", 1.0),),
-    ),
-    Case(
-        "B1 H8 L2048, q x 0.6",
-        1,
-        8,
-        2048,
-        sharpness=0.6,
-        alpha=(1.3, 1.5),
-        against=_BOTH,
-        targets=(("sdpa", "forward+backward", 1.0),),
-    ),
+    Case("B4 H8 L512, q x 2", 4, 8, 512, against=_EVERYBODY, targets=_training(entmax_bisect=0.01, eager_softmax=0.4)),
+    Case("B1 H8 L2048, q x 3", 1, 8, 2048, sharpness=3.0, targets=_training(sdpa=0.4)),
+    Case("B1 H8 L2048, q x 1", 1, 8, 2048, sharpness=1.0, targets=_training(sdpa=1.0)),
+    Case("B1 H8 L2048, q x 0.6", 1, 8, 2048, sharpness=0.6, alpha=(1.3, 1.5), targets=_training(sdpa=1.0)),
     Case(
         "B1 H4 L4096, q x 3",
         1,
@@ -149,19 +122,10 @@ _TARGETS: tuple[AnyCase, ...] = (
         4096,
         sharpness=3.0,
         modes=("forward", "forward+backward", "memory"),
-        against=_BOTH,
-        targets=(("sdpa", "forward+backward", 0.33), ("eager_softmax", "memory", 0.125)),
+        targets=(*_training(sdpa=0.33), ("eager_softmax", "memory", 0.125)),
     ),
-    Case("B8 H8 L64, q x 2", 8, 8, 64, against=_BOTH, targets=(("eager_softmax", "forward+backward", 1.2),)),
-    Case(
-        "B64 H8 L32, right padding",
-        64,
-        8,
-        32,
-        padded=True,
-        against=_BOTH,
-        targets=(("eager_softmax", "forward+backward", 1.3),),
-    ),
+    Case("B8 H8 L64, q x 2", 8, 8, 64, targets=_training(eager_softmax=1.2)),
+    Case("B64 H8 L32, right padding", 64, 8, 32, padded=True, targets=_training(eager_softmax=1.3)),
     Case(
         "decoding, T_q 1, 4096 keys, GQA 4:1",
         1,
@@ -177,18 +141,10 @@ _TARGETS: tuple[AnyCase, ...] = (
 )
 
 _GRID = tuple(
-    Case(
-        f"L{length}, q x {sharpness:g}{', causal' if causal else ''}",
-        max(1, 1024 // length),
-        8,
-        length,
-        sharpness=sharpness,
-        causal=causal,
-        against=_BOTH,
-    )
-    for length in (128, 512, 1024, 2048)
-    for sharpness in (0.3, 1.0, 3.0)
-    for causal in (False, True)
+    Case(f"L{n}, q x {s:g}{', causal' * c}", max(1, 1024 // n), 8, n, sharpness=s, causal=c)
+    for n in (128, 512, 1024, 2048)
+    for s in (0.3, 1.0, 3.0)
+    for c in (False, True)
 )
 
 
@@ -201,8 +157,8 @@ def loss_cases(classes: int, rows: int) -> tuple[LossCase, ...]:
 PRESETS: dict[str, tuple[AnyCase, ...]] = {
     "quick": (
         Case("L128, q x 2", 4, 8, 128, against=_EVERYBODY),
-        Case("L512, q x 2", 2, 8, 512, against=_BOTH),
-        Case("L512, q x 2, causal", 2, 8, 512, causal=True, against=_BOTH),
+        Case("L512, q x 2", 2, 8, 512),
+        Case("L512, q x 2, causal", 2, 8, 512, causal=True),
     ),
     "targets": _TARGETS,
     "grid": _GRID,
