@@ -30,12 +30,8 @@ T = TypeVar("T")
 class Member:
     """One model with its inputs, as ``generate()`` hands them to a decoding loop.
 
-    Args:
-        model: the model that runs.
-        alpha: of its output probabilities, ``>= 1``.
-        input_ids: prompt or decoder start tokens, ``[rows, T]``.
-        processors: what acts on the logits before they become probabilities.
-        options: keyword arguments for the model.
+    ``input_ids`` ``[rows, T]`` are prompts or decoder start tokens, ``processors`` act on the logits before they become
+    probabilities by entmax of ``alpha``, ``options`` are keyword arguments for the model.
 
     Raises:
         ValueError: if they hold a quantized cache.

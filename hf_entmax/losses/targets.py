@@ -59,16 +59,10 @@ def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | N
 def check_labels(
     labels: Tensor, row_shape: torch.Size, classes: int, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Flatten the labels and find the rows to keep.
+    """Flatten the labels and find the rows to keep: ``(int64 [N], bool [N])``, or ``(floating point [N, V], None)``.
 
-    Args:
-        labels: class indices of any integer dtype and shape ``row_shape``, or distributions ``[*row_shape, classes]``.
-        row_shape: the shape of the logits without their last dimension.
-        classes: ``V``.
-        ignore_index: the class index that marks a row to be ignored.
-
-    Returns:
-        ``(int64 [N], bool [N])``, or ``(floating point [N, V], None)``.
+    They are class indices of any integer dtype and shape ``row_shape``, ``ignore_index`` among them, or distributions
+    ``[*row_shape, classes]``; ``row_shape`` is that of the logits without their last dimension.
 
     Raises:
         ValueError: for a wrong shape, a class index out of range, or something that is no distribution.

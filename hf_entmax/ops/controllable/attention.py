@@ -63,14 +63,10 @@ class MappingSpec:
     as_scaled_sparsemax: Callable[[Mapping[str, HeadOption]], HeadOption | None]
 
     def settings(self, options: Mapping[str, Any]) -> dict[str, OptionSetting]:
-        """Validate options as a configuration gives them.
+        """Validate options as a configuration gives them: one setting for each option of the mapping.
 
-        Args:
-            options: for each option ``name`` a number or ``"learned"``; when learned, also ``name_init`` (where it
-                starts) and ``name_range`` (its open interval). What is not given takes its default.
-
-        Returns:
-            One setting for each option of the mapping.
+        For each option ``name`` that is a number or ``"learned"``; when learned, also ``name_init`` (where it starts) and
+        ``name_range`` (its open interval). What is not given takes its default.
 
         Raises:
             ValueError: if a key is unknown or a value is outside its range.
@@ -174,14 +170,7 @@ def as_sparsemax_attention(
     sparsegen_lin is sparsemax at scores scaled by ``1 / (1 - lam)``, sparsehourglass at scores scaled row by row with
     ``a(z)``. A factor on a row of scores is a factor on its query (and on the biases of that row). The row sum that
     ``a(z)`` needs is ``q . (sum of the visible keys)``, so no matrix of scores is formed. Everything is differentiable
-    by autograd, in the mapping's own options too.
-
-    Args:
-        name: a name in ``ATTENTION_MAPPINGS``.
-        values: its options, numbers or tensors ``[H]``, validated.
-        query: ``[B, H, T_q, D]``.
-        key: ``[B, H_kv, T_k, D]``, ``H`` a multiple of ``H_kv``.
-        options: what the attention is asked to do.
+    by autograd, in the mapping's own options too. All arguments are as for `mapped_attention`.
 
     Returns:
         The query and the options of a sparsemax attention (alpha = 2) that equals it, with the same keys and values;

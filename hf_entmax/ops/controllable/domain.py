@@ -65,12 +65,10 @@ class Interval:
     def learned(
         self, init: float | None, bounds: object = None, names: tuple[str, str] = ("init", "bounds")
     ) -> tuple[float, tuple[float, float]]:
-        """Where a learned value starts, and the open interval in which it stays.
+        """Where a learned value starts, and the open interval in which it stays, ``learned_range`` by default.
 
-        Args:
-            init: the start; the default if None, or the middle where that lies outside ``bounds``.
-            bounds: ``(lo, hi)``; ``learned_range`` if None.
-            names: of the two, for messages.
+        By default it starts at the interval's default, or in the middle where that lies outside ``bounds``. Messages call
+        the two by ``names``.
 
         Raises:
             TypeError: if ``bounds`` is not two numbers, or ``init`` none.
@@ -125,15 +123,9 @@ def holds(condition: Tensor) -> bool:
 def option(interval: Interval, value: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
     """An option checked against its domain and laid out beside rows of scores.
 
-    Args:
-        interval: the domain.
-        value: a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim`` (one value
-            for each row, head, ...); its gradient flows.
-        scores: the scores as the caller gave them.
-        dim: the dimension to normalise.
-
-    Returns:
-        The number, or the tensor with ``dim`` moved last, of the same rank as ``scores``.
+    It is a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim``, the dimension to
+    normalise (one value for each row, head, ...); its gradient flows. A tensor comes back with ``dim`` moved last, of the
+    same rank as ``scores``.
 
     Raises:
         TypeError: if ``value`` is neither a real number nor a floating-point tensor.
