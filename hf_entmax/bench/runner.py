@@ -200,7 +200,7 @@ def _measure_case(
             unit = "MiB" if mode == "memory" else "ms"
             shown = density if name.startswith("ours") or name == "entmax_bisect" else None
             rows.append(
-                _row(case.name, name, mode, measured, unit, ratio, targets.get(name), shown, device, str(dtype))
+                _row((case.name, name, mode), measured, unit, (ratio, targets.get(name), shown), device, str(dtype))
             )
     return rows
 
@@ -265,8 +265,8 @@ def _measure_model(case: ModelCase, device: str, repeats: int, budget: float) ->
     for name, measured in rates.items():
         ratio = None if name == "ours" else quantile(measured, 0.5) / ours
         target = None if name == "ours" or case.target is None else 1 / case.target
-        mode = "training step"
-        rows.append(_row(case.name, name, mode, measured, "tokens/s", ratio, target, None, device, str(torch.float32)))
+        what = (case.name, name, "training step")
+        rows.append(_row(what, measured, "tokens/s", (ratio, target, None), device, "float32"))
     return rows
 
 
@@ -281,7 +281,7 @@ def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) ->
         base, *_ = (quantile(measured, 0.5) for measured in values.values())
         for place, (name, measured) in enumerate(values.items()):
             ratio, target = (quantile(measured, 0.5) / base, limit) if place else (None, None)
-            rows.append(_row(case.name, name, mode, measured, unit, ratio, target, None, device, "float32"))
+            rows.append(_row((case.name, name, mode), measured, unit, (ratio, target, None), device, "float32"))
     return rows
 
 
@@ -304,37 +304,14 @@ def device_name(device: str) -> str:
 
 
 def _row(
-    case: str,
-    name: str,
-    mode: str,
-    values: list[float],
-    unit: str,
-    ratio: float | None,
-    target: float | None,
-    density: float | None,
-    device: str,
-    dtype: str,
+    what: tuple[str, str, str], values: list[float], unit: str, told: Sequence[float | None], device: str, dtype: str
 ) -> Measurement:
-    return Measurement(
-        case=case,
-        implementation=name,
-        mode=mode,
-        median=quantile(values, 0.5),
-        q20=quantile(values, 0.2),
-        q80=quantile(values, 0.8),
-        unit=unit,
-        ratio=ratio,
-        target=target,
-        density=density,
-        repeats=len(values),
-        device=device_name(device),
-        threads=torch.get_num_threads(),
-        dtype=dtype.removeprefix("torch."),
-        torch=_version("torch"),
-        numba=_version("numba"),
-        triton=_version("triton"),
-        python=platform.python_version(),
-    )
+    """A row of case, implementation and mode; ``told`` are ratio, target and density."""
+    middle, low, high = (quantile(values, share) for share in (0.5, 0.2, 0.8))
+    versions = {package: _version(package) for package in ("torch", "numba", "triton")}
+    versions |= {"dtype": dtype.removeprefix("torch."), "python": platform.python_version()}
+    machine = {"device": device_name(device), "threads": torch.get_num_threads(), **versions}
+    return Measurement(*what, middle, low, high, unit, *told, repeats=len(values), **machine)
 
 
 def _line(row: Measurement) -> str:

@@ -81,8 +81,6 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self._rises: list[float] = []
         self._last: dict[str, float] = {}
 
-    # --- when training begins and ends ---------------------------------------------------------------------------------
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the original, before a checkpoint is loaded or a step taken."""
         self._keep_original(kwargs["model"])
@@ -147,8 +145,6 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         args = {"budget": self.constraint.budget, "reference": reference, "tau": self.tau, "floor": self.floor}
         args |= {"rate": self.constraint.rate, "memory": self.constraint.memory}
         return {"args": args, "attributes": {"constraint_state": self.constraint.state_dict()}}
-
-    # --- in every forward pass of training -------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._busy or not (module.training and torch.is_grad_enabled()):
