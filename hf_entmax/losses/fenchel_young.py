@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from hf_entmax.losses.blocks import BatchLosses, write_residuals
 from hf_entmax.losses.compiled import entmax_losses
 from hf_entmax.losses.core import sparse_residual
-from hf_entmax.losses.targets import Reduction, check_alpha, check_labels, check_options, check_shapes
+from hf_entmax.losses.targets import Reduction, check_alpha, check_floating, check_labels, check_options, check_shapes
 from hf_entmax.ops.solve import compute_dtype
 
 
@@ -148,10 +148,7 @@ def entmax_loss(
         Peters, Niculae, Martins 2019, eq. 11-12; Blondel, Martins, Niculae 2020 (Fenchel-Young losses).
     """
     check_options(reduction, label_smoothing)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(
-            f"logits must be a floating-point tensor, not {getattr(logits, 'dtype', type(logits).__name__)}."
-        )
+    check_floating("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} have no classes: their last dimension must be at least 1."

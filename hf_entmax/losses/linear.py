@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_entmax.losses.core import (
-    RowLosses,
-    dense_residual,
-    row_losses,
-    sparse_residual,
-    subtract_target_,
-)
+from hf_entmax.losses.core import RowLosses, dense_residual, row_losses, sparse_residual, subtract_target_
 from hf_entmax.losses.fenchel_young import reduce_losses
-from hf_entmax.losses.targets import Reduction, check_alpha, check_labels, check_options
+from hf_entmax.losses.targets import Reduction, check_alpha, check_floating, check_labels, check_options
 from hf_entmax.ops.solve import compute_dtype, exact_dtype
 
 # How many logits exist at a time when the caller does not say: 64 MiB of float32 on a CPU, and up to twice that where the
@@ -309,10 +303,7 @@ def _like_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     """Check the operands, and cast them under autocast as ``F.linear`` would."""
     given = {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(
-                f"{name} must be a floating-point tensor, not {getattr(tensor, 'dtype', type(tensor).__name__)}."
-            )
+        check_floating(name, tensor)
     if weight.dim() != 2 or hidden.dim() == 0 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"hidden of shape {tuple(hidden.shape)} and weight of shape {tuple(weight.shape)} do not fit: expected "

@@ -12,6 +12,14 @@ Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
+def check_floating(name: str, tensor: object) -> None:
+    """Raise TypeError unless it is a floating-point tensor."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise TypeError(
+            f"{name} must be a floating-point tensor, not {getattr(tensor, 'dtype', type(tensor).__name__)}."
+        )
+
+
 def check_options(reduction: str, label_smoothing: float) -> None:
     """Raise ValueError for an unknown reduction or a smoothing outside [0, 1]."""
     if reduction not in REDUCTIONS:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_entmax.losses.multilabel.labels import LabelRows, check_labels, check_weight
 from hf_entmax.losses.multilabel.registry import parse_mapping, resolve
-from hf_entmax.losses.targets import REDUCTIONS, Reduction
+from hf_entmax.losses.targets import REDUCTIONS, Reduction, check_floating
 from hf_entmax.ops.controllable.domain import Interval, holds
 
 Empty = Literal["ignore", "uniform", "error"]
@@ -72,10 +72,7 @@ def multilabel_loss(
         raise ValueError(f"reduction={reduction!r} is not allowed: choose from {list(REDUCTIONS)}.")
     if empty not in EMPTY:
         raise ValueError(f"empty={empty!r} is not allowed: choose from {list(EMPTY)}.")
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(
-            f"logits must be a floating-point tensor, not {getattr(logits, 'dtype', type(logits).__name__)}."
-        )
+    check_floating("logits", logits)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     on, member = check_labels(logits, labels, mask, ignore_index)
     weight = check_weight(class_weight, logits.shape[-1], logits.device, wide)
