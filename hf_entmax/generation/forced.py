@@ -177,10 +177,8 @@ def force_decode(
             max_new_tokens=len(target),
             options=options,
         )
-        if max(target) >= log_probs.shape[-1] or min(target) < 0:
-            raise ValueError(
-                f"targets hold {max(target)} or {min(target)}, outside a vocabulary of {log_probs.shape[-1]}."
-            )
+        if max(target) >= (classes := log_probs.shape[-1]) or min(target) < 0:
+            raise ValueError(f"targets hold {max(target)} or {min(target)}, outside the vocabulary of {classes}.")
         steps = [_step(row.exp(), token, text, max_support) for row, token in zip(log_probs, target, strict=True)]
         results.append(ForcedDecoding(steps))
     return results

@@ -237,7 +237,7 @@ class Encoder:
         remarks = []
         if self.truncated:
             remarks.append(
-                f"{self.truncated} sentence(s) of the {what} were cut at {self.max_length} tokens, the maximum."
+                f"{self.truncated} sentence(s) of the {what} were cut at the maximum of {self.max_length} tokens."
             )
         if self.skipped:
             remarks.append(
