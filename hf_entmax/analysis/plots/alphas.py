@@ -10,22 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.plots.style import (
-    LINE_STYLES,
-    MARKERS,
-    PALETTE,
-    SITE_COLOURS,
-    finite,
-    head_grid,
-    house_style,
-    in_order,
-    layer_colours,
-    new_figure,
-    one_axis,
-    panels,
-    per_site,
-    site_title,
-)
+from hf_entmax.analysis.plots import style
 from hf_entmax.analysis.reading.trajectory import Trajectory, read_trajectory
 from hf_entmax.ops import entmax
 
@@ -47,16 +32,16 @@ def alpha_per_head(alphas: Any) -> Figure:
         TypeError: alphas of a wrong type.
         ValueError: no alphas (a softmax model).
     """
-    values = per_site(alphas, "alphas")
-    return head_grid(values, "α", _alpha_limits(values), "cividis")
+    values = style.per_site(alphas, "alphas")
+    return style.head_grid(values, "α", _alpha_limits(values), "cividis")
 
 
 def _alpha_limits(values: Mapping[str, Tensor]) -> tuple[float, float]:
-    everything = [number for tensor in values.values() for number in finite(tensor)]
+    everything = [number for tensor in values.values() for number in style.finite(tensor)]
     return min([1.0, *everything]), max([2.0, *everything])
 
 
-@house_style()
+@style.house_style()
 def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | None = None) -> Figure:
     """Histogram of the learned alphas of every site.
 
@@ -74,18 +59,18 @@ def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | 
     Reference:
         Correia, Niculae, Martins 2019, figure 3.
     """
-    values = in_order(per_site(alphas, "alphas"))
+    values = style.in_order(style.per_site(alphas, "alphas"))
     limits = limits or _alpha_limits(values)
-    figure, axes = new_figure(len(values), sharey=True)
+    figure, axes = style.new_figure(len(values), sharey=True)
     for axis, (site, tensor) in zip(axes[0], values.items(), strict=True):
-        colour = SITE_COLOURS.get(site, PALETTE[3])
-        axis.hist(finite(tensor), bins=bins, range=limits, color=colour, edgecolor="white")
-        axis.set(title=site_title(site), xlabel="α (1 = softmax, 2 = sparsemax)", xlim=limits)
+        colour = style.SITE_COLOURS.get(site, style.PALETTE[3])
+        axis.hist(style.finite(tensor), bins=bins, range=limits, color=colour, edgecolor="white")
+        axis.set(title=style.site_title(site), xlabel="α (1 = softmax, 2 = sparsemax)", xlim=limits)
     axes[0][0].set_ylabel("number of heads")
     return figure
 
 
-@house_style()
+@style.house_style()
 def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, Any], site: str | None = None) -> Figure:
     """Alpha of every head over the training steps.
 
@@ -109,17 +94,17 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
     if site is not None and site not in trajectory.alpha:
         raise ValueError(f"the log holds no alpha of {site!r}; it has {', '.join(trajectory.alpha)}.")
     if site is None:
-        lines = {site_title(name): values for name, values in in_order(trajectory.alpha).items()}
+        lines = {style.site_title(name): values for name, values in style.in_order(trajectory.alpha).items()}
     else:
         values = trajectory.alpha[site]
-        lines = {f"{site_title(site)}, layer {i}": values[:, i : i + 1] for i in range(values.shape[1])}
-    figure, axes = panels(len(lines), 3, sharey=True, width=3.4)
+        lines = {f"{style.site_title(site)}, layer {i}": values[:, i : i + 1] for i in range(values.shape[1])}
+    figure, axes = style.panels(len(lines), 3, sharey=True, width=3.4)
     for axis, (title, values) in zip(axes, lines.items(), strict=True):
         layers = values.shape[1]
-        for layer, colour in enumerate(layer_colours(layers)):
+        for layer, colour in enumerate(style.layer_colours(layers)):
             heads = axis.plot(trajectory.steps, values[:, layer].numpy(), color=colour, linewidth=1.0, alpha=0.85)
             for head, line in enumerate(heads):
-                line.set_linestyle(LINE_STYLES[head % len(LINE_STYLES)])
+                line.set_linestyle(style.pick(style.LINE_STYLES, head))
             if layers > 1:
                 heads[0].set_label(f"layer {layer}")
         axis.set(title=title, xlabel="training step")
@@ -147,7 +132,7 @@ def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], mo
         axis.annotate(name, (step, place), (3, 0), textcoords="offset points", fontsize=6.5, va="center")
 
 
-@house_style()
+@style.house_style()
 def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
     """Density of every head against its alpha.
 
@@ -164,23 +149,23 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, section 5.1 (alpha and density by site).
     """
-    alpha = in_order(per_site(alphas, "alphas"))
-    density = per_site(alphas if densities is None else densities, "density")
+    alpha = style.in_order(style.per_site(alphas, "alphas"))
+    density = style.per_site(alphas if densities is None else densities, "density")
     shared = [site for site in alpha if site in density]
     if not shared:
         raise ValueError("alphas and densities have no site in common.")
-    figure, axis = one_axis(4.2, 3.2)
+    figure, axis = style.one_axis(4.2, 3.2)
     for place, site in enumerate(shared):
-        look = {"marker": MARKERS[place % len(MARKERS)], "color": SITE_COLOURS.get(site, PALETTE[place])}
+        look = {"marker": style.pick(style.MARKERS, place), "color": style.SITE_COLOURS.get(site, style.PALETTE[place])}
         points = alpha[site].flatten().numpy(), 100 * density[site].flatten().numpy()
-        axis.scatter(*points, s=26, **look, edgecolor="white", linewidth=0.5, label=site_title(site))
+        axis.scatter(*points, s=26, **look, edgecolor="white", linewidth=0.5, label=style.site_title(site))
     axis.set(title="Alpha and density of every head", xlabel="α", ylabel="nonzero weights (%)")
     axis.set_ylim(bottom=0)
     axis.legend()
     return figure
 
 
-@house_style()
+@style.house_style()
 def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: float = 3.0) -> Figure:
     """First coordinate of entmax([t, 0]) for several alphas: where it leaves the interior it is exactly 0 or 1.
 
@@ -202,11 +187,11 @@ def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: f
     t = torch.linspace(-limit, limit, 601, dtype=torch.float64)
     scores = torch.stack([t, torch.zeros_like(t)], dim=-1)
     names = {1.0: "softmax", 2.0: "sparsemax"}
-    figure, axis = one_axis(4.4, 3.0)
+    figure, axis = style.one_axis(4.4, 3.0)
     for place, alpha in enumerate(map(float, alphas)):
         name = f"α = {alpha:g}" + (f" ({names[alpha]})" if alpha in names else "")
-        colour, style = PALETTE[place % len(PALETTE)], LINE_STYLES[place % len(LINE_STYLES)]
-        axis.plot(t.numpy(), entmax(scores, alpha)[:, 0].numpy(), color=colour, linestyle=style, label=name)
+        look = {"color": style.pick(style.PALETTE, place), "linestyle": style.pick(style.LINE_STYLES, place)}
+        axis.plot(t.numpy(), entmax(scores, alpha)[:, 0].numpy(), **look, label=name)
     axis.set(title="α-entmax of two scores", xlabel="difference of scores t", ylabel="α-entmax([t, 0])₁")
     axis.set_xlim(-limit, limit)
     axis.legend()

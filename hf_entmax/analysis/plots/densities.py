@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_entmax.analysis.plots.style import (
-    HATCHES,
-    INK,
-    MARKERS,
-    PALETTE,
-    SITE_COLOURS,
-    all_sites,
-    finite,
-    house_style,
-    in_order,
-    layer_colours,
-    line_look,
-    named_models,
-    new_figure,
-    one_axis,
-    per_site,
-    site_title,
-    whole_numbers,
-)
+from hf_entmax.analysis.plots import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@house_style()
+@style.house_style()
 def density_histograms(models: Any, bins: int = 20) -> Figure:
     """Histogram of the densities of the heads of every site, one row of panels per model.
 
@@ -45,36 +27,36 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, figure 4.
     """
-    named = named_models(models, "density")
-    sites = all_sites(named)
-    figure, axes = new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
+    named = style.named_models(models, "density")
+    sites = style.all_sites(named)
+    figure, axes = style.new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
     for row, (name, densities) in zip(axes, named.items(), strict=True):
         for place, (axis, site) in enumerate(zip(row, sites, strict=True)):
             if site not in densities:
                 axis.set_visible(False)
                 continue
-            values = [100 * value for value in finite(densities[site])]
-            colour = SITE_COLOURS.get(site, PALETTE[place])
+            values = [100 * value for value in style.finite(densities[site])]
+            colour = style.SITE_COLOURS.get(site, style.PALETTE[place])
             axis.hist(values, bins=bins, range=(0, 100), color=colour, edgecolor="white")
             if values:
                 mean = sum(values) / len(values)
-                axis.axvline(mean, color=INK, linewidth=1, linestyle="--")
+                axis.axvline(mean, color=style.INK, linewidth=1, linestyle="--")
                 shift, side = (-4, "right") if mean > 60 else (4, "left")
                 axis.annotate(
                     f"mean {mean:.0f} %", (mean, 0.94), (shift, 0), ("data", "axes fraction"), "offset points",
                     ha=side, va="top", fontsize=8,
                 )  # fmt: skip
             axis.margins(y=0.18)
-            whole_numbers(axis.yaxis)
+            style.whole_numbers(axis.yaxis)
             if row is axes[0]:
-                axis.set_title(site_title(site))
+                axis.set_title(style.site_title(site))
         row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
     for axis in axes[-1]:
         axis.set_xlabel("nonzero weights (%)")
     return figure
 
 
-@house_style()
+@style.house_style()
 def sorted_density(densities: Any) -> Figure:
     """Densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
 
@@ -90,22 +72,27 @@ def sorted_density(densities: Any) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, figure 5.
     """
-    values = in_order(per_site(densities, "density"))
-    figure, axes = new_figure(len(values), sharey=True, width=3.4, height=2.9)
+    values = style.in_order(style.per_site(densities, "density"))
+    figure, axes = style.new_figure(len(values), sharey=True, width=3.4, height=2.9)
     for axis, (site, layers) in zip(axes[0], values.items(), strict=True):
-        for layer, (row, colour) in enumerate(zip(layers, layer_colours(len(layers)), strict=False)):
-            ordered = sorted(100 * value for value in finite(row))
-            look = {"color": colour, "marker": MARKERS[layer % len(MARKERS)], "markersize": 4, "linewidth": 1.2}
+        for layer, (row, colour) in enumerate(zip(layers, style.layer_colours(len(layers)), strict=False)):
+            ordered = sorted(100 * value for value in style.finite(row))
+            look = {
+                "color": colour,
+                "marker": style.pick(style.MARKERS, layer),
+                "markersize": 4,
+                "linewidth": 1.2,
+            }
             axis.plot(range(1, len(ordered) + 1), ordered, **look, label=f"layer {layer}")
-        axis.set(title=site_title(site), xlabel="heads of a layer, sparsest first", ylim=(0, 103))
-        whole_numbers(axis.xaxis)
+        axis.set(title=style.site_title(site), xlabel="heads of a layer, sparsest first", ylim=(0, 103))
+        style.whole_numbers(axis.xaxis)
     axes[0][0].set_ylabel("nonzero weights (%)")
     deepest = max(axes[0], key=lambda axis: len(axis.lines))
     figure.legend(*deepest.get_legend_handles_labels(), loc="outside right center")
     return figure
 
 
-@house_style()
+@style.house_style()
 def head_diversity(models: Any) -> Figure:
     """Divergence between the heads of each layer, for one or several models.
 
@@ -121,16 +108,18 @@ def head_diversity(models: Any) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, figure 6.
     """
-    named = named_models(models, "head_diversity")
-    sites = all_sites(named)
-    figure, axes = new_figure(len(sites), sharey=True, width=3.4, height=2.9)
+    named = style.named_models(models, "head_diversity")
+    sites = style.all_sites(named)
+    figure, axes = style.new_figure(len(sites), sharey=True, width=3.4, height=2.9)
     for axis, site in zip(axes[0], sites, strict=True):
         for place, (name, values) in enumerate(named.items()):
             if site in values:
-                axis.plot(range(len(values[site])), values[site].numpy(), **line_look(place), label=name or None)
-        axis.set(title=site_title(site), xlabel="layer")
-        whole_numbers(axis.xaxis)
-    everything = [value for values in named.values() for per_layer in values.values() for value in finite(per_layer)]
+                axis.plot(range(len(values[site])), values[site].numpy(), **style.line_look(place), label=name or None)
+        axis.set(title=style.site_title(site), xlabel="layer")
+        style.whole_numbers(axis.xaxis)
+    everything = [
+        value for values in named.values() for per_layer in values.values() for value in style.finite(per_layer)
+    ]
     axes[0][0].set_ylim(0, max(1.08 * max(everything, default=1.0), 0.05))
     if len(named) > 1:
         axes[0][-1].legend(loc="best")
@@ -138,7 +127,7 @@ def head_diversity(models: Any) -> Figure:
     return figure
 
 
-@house_style()
+@style.house_style()
 def density_by_site(models: Any) -> Figure:
     """Mean density of every site, models side by side.
 
@@ -151,18 +140,22 @@ def density_by_site(models: Any) -> Figure:
     Raises:
         TypeError: a wrong type. ValueError: nothing to draw.
     """
-    named = named_models(models, "density")
-    sites = all_sites(named)
+    named = style.named_models(models, "density")
+    sites = style.all_sites(named)
     width = 0.8 / len(named)
     # A bar must be as wide as the number above it.
-    figure, axis = one_axis(1.6 + max(1.5, 0.32 * len(named)) * len(sites), 2.8)
+    figure, axis = style.one_axis(1.6 + max(1.5, 0.32 * len(named)) * len(sites), 2.8)
     for place, (name, values) in enumerate(named.items()):
         heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
         positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
-        look = {"color": PALETTE[place % len(PALETTE)], "hatch": HATCHES[place % 4], "edgecolor": "white"}
+        look = {
+            "color": style.pick(style.PALETTE, place),
+            "hatch": style.pick(style.HATCHES, place),
+            "edgecolor": "white",
+        }
         bars = axis.bar(positions, heights, width * 0.92, **look, label=name)
         axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
-    axis.set_xticks(range(len(sites)), [site_title(site).replace(" ", "\n", 1) for site in sites])
+    axis.set_xticks(range(len(sites)), [style.site_title(site).replace(" ", "\n", 1) for site in sites])
     axis.set(ylabel="nonzero weights (%)", ylim=(0, 112))
     axis.grid(visible=False, axis="x")
     if len(named) > 1:

@@ -11,29 +11,11 @@ from torch import Tensor
 
 from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES
-from hf_entmax.analysis.plots.style import (
-    LINE_STYLES,
-    MARKERS,
-    PALETTE,
-    colour_bar,
-    head_grid,
-    house_style,
-    line_look,
-    new_figure,
-    one_axis,
-    panels,
-    per_site,
-    plain,
-    site_title,
-)
+from hf_entmax.analysis.plots import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-#: Hatches of the second and third round through the palette.
-HATCHES_BY_TURN = ("", "///", "...")
 
 
 def attention_map(
@@ -62,7 +44,7 @@ def attention_map(
     return attention_maps([(title or "", weights, query_tokens, key_tokens)])
 
 
-@house_style()
+@style.house_style()
 def attention_maps(
     maps: Sequence[tuple[str, Tensor, Sequence[str] | None, Sequence[str] | None]], columns: int = 3
 ) -> Figure:
@@ -83,10 +65,10 @@ def attention_maps(
     checked = [_check_map(*entry) for entry in maps]
     longest = max(max(weights.shape) for _, weights, _, _ in checked)
     side = min(max(0.19 * longest + 1.3, 2.6), 9.0)
-    figure, axes = panels(len(checked), columns, width=side, height=side)
+    figure, axes = style.panels(len(checked), columns, width=side, height=side)
     for axis, entry in zip(axes, checked, strict=True):
         _draw_map(axis, *entry)
-    colour_bar(figure, axes[0].images[0], axes, "attention weight", shrink=0.6, fraction=0.03, pad=0.01)
+    style.colour_bar(figure, axes[0].images[0], axes, "attention weight", shrink=0.6, fraction=0.03, pad=0.01)
     return figure
 
 
@@ -121,9 +103,9 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         if keys is not None:
-            axis.set_xticks(range(len(keys)), [plain(token) for token in keys], rotation=90, fontsize=small)
+            axis.set_xticks(range(len(keys)), [style.plain(token) for token in keys], rotation=90, fontsize=small)
         if rows is not None:
-            axis.set_yticks(range(len(rows)), [plain(token) for token in rows], fontsize=small)
+            axis.set_yticks(range(len(rows)), [style.plain(token) for token in rows], fontsize=small)
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.grid(visible=False)
@@ -133,7 +115,7 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
         axis.set_title(title, pad=8)
 
 
-@house_style()
+@style.house_style()
 def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None = None, max_lines: int = 7) -> Figure:
     """Where heads look, by distance between key and query.
 
@@ -157,10 +139,10 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
         raise ValueError("there is no distance profile to draw.")
     distance = (len(lines[0][1]) - 3) // 2
     positions = list(range(-distance - 1, distance + 2))
-    figure, axis = one_axis(6.4, 3.0)
+    figure, axis = style.one_axis(6.4, 3.0)
     for place, (name, values) in enumerate(lines):
-        style = LINE_STYLES[(place // len(PALETTE)) % len(LINE_STYLES)]  # colours first, then lines
-        axis.plot(positions, 100 * values.numpy(), **line_look(place, 4.0) | {"linestyle": style}, label=name)
+        line = {"linestyle": style.pick(style.LINE_STYLES, place // len(style.PALETTE))}  # colours first, then lines
+        axis.plot(positions, 100 * values.numpy(), **style.line_look(place, 4.0) | line, label=name)
     step = max(distance // 5, 1)
     inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})
     names = [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in inner]
@@ -186,10 +168,10 @@ def _profile_lines(
             ranked += [(float(peak[layer, head]), site, layer, head) for layer, head in (peak > 0).nonzero().tolist()]
         heads = [(site, layer, head) for _, site, layer, head in sorted(ranked, key=lambda entry: -entry[0])[:limit]]
     chosen = list(heads)[:limit]
-    return [(f"{site_title(site)} {layer}.{head}", profiles[site][layer, head]) for site, layer, head in chosen]
+    return [(f"{style.site_title(site)} {layer}.{head}", profiles[site][layer, head]) for site, layer, head in chosen]
 
 
-@house_style()
+@style.house_style()
 def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     """Grid of all heads, each with the role that explains it best.
 
@@ -206,20 +188,23 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     found = dict.fromkeys(role.role for grid in grids.values() for row in grid for role in row if role)
     order = [name for name in ROLE_NAMES if name in found]
     looks: dict[str | None, dict[str, Any]] = {
-        name: {"facecolor": PALETTE[place % len(PALETTE)], "hatch": HATCHES_BY_TURN[(place // len(PALETTE)) % 3]}
+        name: {
+            "facecolor": style.pick(style.PALETTE, place),
+            "hatch": style.pick(style.HATCHES, place // len(style.PALETTE)),
+        }
         for place, name in enumerate(order)
     }
     looks[None] = {"facecolor": "#d9dde1"}
     widest = max(len(row) for grid in grids.values() for row in grid)
     tallest = max(len(grid) for grid in grids.values())
-    figure, axes = new_figure(len(grids), width=0.3 * widest + 1.1, height=max(0.3 * tallest + 1.4, 2.2))
+    figure, axes = style.new_figure(len(grids), width=0.3 * widest + 1.1, height=max(0.3 * tallest + 1.4, 2.2))
     for axis, (site, grid) in zip(axes[0], grids.items(), strict=True):
         for layer, row in enumerate(grid):
             for head, role in enumerate(row):
                 shade = 0.35 + 0.65 * role.strength if role else 1.0
                 look = looks[role.role if role else None] | {"alpha": shade, "linewidth": 0}
                 axis.add_patch(Rectangle((head - 0.44, layer - 0.44), 0.88, 0.88, **look))
-        axis.set(title=site_title(site), xlabel="head", ylabel="layer", aspect="equal")
+        axis.set(title=style.site_title(site), xlabel="head", ylabel="layer", aspect="equal")
         axis.set(xlim=(-0.6, len(grid[0]) - 0.4), ylim=(len(grid) - 0.4, -0.6))
         axis.set_xticks(range(len(grid[0])))
         axis.set_yticks(range(len(grid)))
@@ -229,7 +214,7 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     return figure
 
 
-@house_style()
+@style.house_style()
 def positional_heads(statistics: Any) -> Figure:
     """Confidence of the positional heads at the offsets -1, 0 and +1, with medians.
 
@@ -244,19 +229,19 @@ def positional_heads(statistics: Any) -> Figure:
     """
     models = list(statistics) if isinstance(statistics, Sequence) else [statistics]
     # Beside every bar stands its median; beside the axes, the legend.
-    figure, axis = one_axis(max(5.2, 1.8 + 2.1 * len(models)), 3.0)
+    figure, axis = style.one_axis(max(5.2, 1.8 + 2.1 * len(models)), 3.0)
     half = min(0.14, 0.22 / len(models))
     for place, model in enumerate(models):
-        colour = PALETTE[place % len(PALETTE)]
+        colour = style.pick(style.PALETTE, place)
         for spot, offset in enumerate((-1, 0, 1)):
             own = [site for name, site in model.sites.items() if name != "cross"]
             pairs = [(site.positional_confidence(offset), site.positional_share(offset)) for site in own]
             values = [100 * value for pair in pairs for value in positional_census(*pair)["confidences"]]
             at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
-            label = plain(model.name) if spot == 0 and len(models) > 1 else None
+            label = style.plain(model.name) if spot == 0 and len(models) > 1 else None
             spread = torch.linspace(-0.4 * half, 0.4 * half, len(values)).tolist() if len(values) > 1 else [0.0]
             points = [at + shift for shift in spread[: len(values)]]
-            look = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "alpha": 0.8, "linewidth": 0}
+            look = {"color": colour, "marker": style.pick(style.MARKERS, place), "alpha": 0.8, "linewidth": 0}
             axis.scatter(points, values, s=24, **look, label=label)
             if values:
                 median = float(torch.tensor(values).quantile(0.5))
@@ -288,8 +273,8 @@ def head_importance(importance: Any, label: str = "importance (nats per token)")
     Reference:
         Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?".
     """
-    values = per_site(importance, "importance")
+    values = style.per_site(importance, "importance")
     largest = max(float(value.abs().nan_to_num(0.0).max()) for value in values.values()) or 1.0
     if any(bool((value < 0).any()) for value in values.values()):
-        return head_grid(values, label, (-largest, largest), "PuOr")
-    return head_grid(values, label, (0.0, largest), "cividis")
+        return style.head_grid(values, label, (-largest, largest), "PuOr")
+    return style.head_grid(values, label, (0.0, largest), "cividis")

@@ -82,10 +82,15 @@ def one_axis(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes[0][0]
 
 
+def pick(looks: Sequence[str], place: int) -> str:
+    """The colour, marker, ... at this place; after the last comes the first again."""
+    return looks[place % len(looks)]
+
+
 def line_look(place: int, size: float = 5.0) -> dict[str, Any]:
     """Colour, line and marker of the line at this place among several; told apart without colour, too."""
-    look = {"color": PALETTE[place % len(PALETTE)], "linestyle": LINE_STYLES[place % len(LINE_STYLES)]}
-    return look | {"marker": MARKERS[place % len(MARKERS)], "markersize": size}
+    look = {"color": pick(PALETTE, place), "linestyle": pick(LINE_STYLES, place)}
+    return look | {"marker": pick(MARKERS, place), "markersize": size}
 
 
 def layer_colours(layers: int) -> Any:

@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.analysis.reading.records import (
-    SOURCE_NAMES,
-    TARGET_NAMES,
-    dataset_records,
-    fields_of,
-    is_header,
-    json_records,
-    kind_of_file,
-    numbered_lines,
-    table_rows,
-)
+from hf_entmax.analysis.reading import records
 
 
 @dataclass(frozen=True)
@@ -69,12 +59,12 @@ def read_data(
     if limit is not None and limit < 1:
         raise ValueError(f"the number of sentences must be at least 1, got {limit}.")
     path = Path(data)
-    records = (
+    found = (
         _read_file(path, source_column, target_column)
         if path.is_file()
         else _read_hub(str(data), path, source_column, target_column, split, dataset_config)
     )
-    kept = (record for record in records if record.source.strip() and (record.target is None or record.target.strip()))
+    kept = (record for record in found if record.source.strip() and (record.target is None or record.target.strip()))
     result = list(itertools.islice(kept, limit))
     if not result:
         raise ValueError(f"{data}: no sentence in it.")
@@ -82,25 +72,25 @@ def read_data(
 
 
 def _read_file(path: Path, source: str | None, target: str | None) -> Iterator[TextRecord]:
-    kind = kind_of_file(path)
+    kind = records.kind_of_file(path)
     if kind in ("tsv", "csv"):
         yield from _read_columns(path, source, target)
     elif kind == "text":
         if source or target:
             raise ValueError(f"{path}: plain text has no columns; leave out their names, or use .tsv, .csv or .jsonl.")
-        for _, line in numbered_lines(path):
+        for _, line in records.numbered_lines(path):
             yield TextRecord(line.strip())
     else:
-        records = json_records(path, lenient=True) if kind == "json" else dataset_records(str(path))
-        for place, record in records:
+        found = records.json_records(path, lenient=True) if kind == "json" else records.dataset_records(str(path))
+        for place, record in found:
             yield _from_fields(record, source, target, place)
 
 
 def _read_columns(path: Path, source: str | None, target: str | None) -> Iterator[TextRecord]:
     places: tuple[int, int | None] | None = None
-    for number, row in table_rows(path):
+    for number, row in records.table_rows(path):
         if places is None:
-            header = is_header(row, [name for name in (source, target) if name and not name.isdigit()])
+            header = records.is_header(row, [name for name in (source, target) if name and not name.isdigit()])
             names = [name.strip().lower() for name in row] if header else None
             places = _places(names, len(row), source, target, path)
             if header:
@@ -130,8 +120,8 @@ def _places(
             return names.index(name.lower())
         return next((names.index(usual_name) for usual_name in usual if names and usual_name in names), None)
 
-    first = find(source, SOURCE_NAMES)
-    second = find(target, TARGET_NAMES)
+    first = find(source, records.SOURCE_NAMES)
+    second = find(target, records.TARGET_NAMES)
     if first is None:
         first = 0 if second != 0 or width == 1 else 1
     if second is None and target is None and names is None and width > 1:
@@ -143,7 +133,7 @@ def _from_fields(value: Any, source: str | None, target: str | None, where: str)
     """Reads one record: a string, or an object with the columns."""
     if isinstance(value, str):
         return TextRecord(value)
-    fields = fields_of(value, where, "an object or a string")
+    fields = records.fields_of(value, where, "an object or a string")
     nested = value.get("translation")
     if isinstance(nested, Mapping):
         languages = list(nested)
@@ -169,8 +159,8 @@ def _from_fields(value: Any, source: str | None, target: str | None, where: str)
             return None
         return content.strip()
 
-    first = text(source, SOURCE_NAMES, True)
-    return TextRecord(first or "", text(target, TARGET_NAMES, False))
+    first = text(source, records.SOURCE_NAMES, True)
+    return TextRecord(first or "", text(target, records.TARGET_NAMES, False))
 
 
 def _read_hub(
@@ -179,5 +169,5 @@ def _read_hub(
     endings = (".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz")
     if (path.suffix.lower() in endings or name.startswith((".", "/", "~"))) and not path.exists():
         raise FileNotFoundError(f"{name}: no such file.")
-    for place, record in dataset_records(name, dataset_config, split, streaming=True):
+    for place, record in records.dataset_records(name, dataset_config, split, streaming=True):
         yield _from_fields(record, source, target, place)

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.analysis.reading.records import (
-    dataset_records,
-    fields_of,
-    is_header,
-    json_records,
-    kind_of_file,
-    numbered_lines,
-    table_rows,
-)
+from hf_entmax.analysis.reading import records
 
 HUB = "hub:"
 
@@ -77,7 +69,7 @@ def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[
     Raises:
         FileNotFoundError, ValueError: as `read_rows`.
     """
-    if not where.startswith(HUB) and kind_of_file(path := find(where)) in ("tsv", "csv"):
+    if not where.startswith(HUB) and records.kind_of_file(path := find(where)) in ("tsv", "csv"):
         rows = [tuple([text] for text in row) for row in _table(path, columns, blank)]
     else:
         rows = [_fields(record, columns, place, blank) for place, record in _records(where)]
@@ -144,7 +136,7 @@ def read_pairs(where: str, source: str, target: str) -> list[tuple[str, str]]:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file, stripped; an empty one is an error."""
     lines = []
-    for number, line in numbered_lines(path):
+    for number, line in records.numbered_lines(path):
         if not line.strip():
             raise ValueError(f"{path}:{number}: the line is empty.")
         lines.append(line.strip())
@@ -168,7 +160,7 @@ def read_text(where: str, column: str = "text") -> list[str]:
         texts = (_require(record, [column], place)[column] for place, record in _records(where))
         lines = ["" if text is None else str(text) for text in texts]
     elif Path(where).name.removesuffix(".gz").endswith(".txt"):
-        lines = [line for _, line in numbered_lines(find(where))]
+        lines = [line for _, line in records.numbered_lines(find(where))]
     else:
         lines = [row[0] for row in read_rows(where, (column,), blank=True)]
     if not any(line.strip() for line in lines):
@@ -180,21 +172,21 @@ def _records(where: str) -> Iterator[tuple[str, Any]]:
     """Records with what to call them in a complaint."""
     if not where.startswith(HUB):
         path = find(where)
-        kind = kind_of_file(path)
+        kind = records.kind_of_file(path)
         if kind == "text":
             raise ValueError(f"{path}: this kind of file has no columns; give .tsv, .csv or .jsonl (also .gz).")
-        return dataset_records(str(path)) if kind == "parquet" else json_records(path)
+        return records.dataset_records(str(path)) if kind == "parquet" else records.json_records(path)
     name, at, split = where.removeprefix(HUB).partition("@")
     name, _, config = name.partition("#")
     if not at or not name or not split:
         raise ValueError(f"{where}: name a data set of the Hub as {HUB}OWNER/NAME[#CONFIG]@SPLIT.")
-    return dataset_records(name, config or None, split)
+    return records.dataset_records(name, config or None, split)
 
 
 def _table(path: Path, columns: Sequence[str], blank: bool) -> Iterator[Texts]:
     places: list[int] = []
     width = 0
-    for number, cells in table_rows(path):
+    for number, cells in records.table_rows(path):
         if not places:
             width = len(cells)
             places, header = _places(path, [cell.strip() for cell in cells], columns)
@@ -209,7 +201,7 @@ def _table(path: Path, columns: Sequence[str], blank: bool) -> Iterator[Texts]:
 
 def _places(path: Path, first: list[str], columns: Sequence[str]) -> tuple[list[int], bool]:
     """Where the columns stand, and whether the first row is a header."""
-    header = is_header(first, columns)
+    header = records.is_header(first, columns)
     if all(column.isdigit() for column in columns):
         if len(first) <= max(map(int, columns)):
             raise ValueError(f"{path}:1: {len(first)} column(s) {first}; there is no column {max(map(int, columns))}.")
@@ -231,7 +223,7 @@ def _places(path: Path, first: list[str], columns: Sequence[str]) -> tuple[list[
 
 
 def _fields(record: Any, columns: Sequence[str], where: str, blank: bool) -> tuple[list[str], ...]:
-    fields = _require(fields_of(record, where, f"an object with {', '.join(columns)}"), columns, where)
+    fields = _require(records.fields_of(record, where, f"an object with {', '.join(columns)}"), columns, where)
     row = []
     for column in columns:
         value = fields[column]
