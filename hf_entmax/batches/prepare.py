@@ -61,12 +61,7 @@ class BatchInfo:
 def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     """Moves a batch to the model, works out its masks and drops what only costs time (labels, caches).
 
-    Args:
-        model: a Transformers model.
-        batch: as a data collator returns it: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
-
-    Returns:
-        The prepared batch.
+    It is what a data collator returns: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
 
     Raises:
         TypeError: the batch is no mapping.

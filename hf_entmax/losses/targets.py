@@ -31,10 +31,7 @@ def check_options(reduction: str, label_smoothing: float) -> None:
 
 
 def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | None, Tensor | None]:
-    """Sort alpha into a number for all rows, or one number per row.
-
-    Returns:
-        ``(number, None)`` or ``(None, tensor)`` with the tensor broadcast to ``row_shape`` (differentiably).
+    """Alpha as ``(number, None)``, or ``(None, tensor)`` of one per row, broadcast to ``row_shape`` (differentiably).
 
     Raises:
         ValueError: if alpha is below 1, not finite, or cannot be broadcast to the rows.

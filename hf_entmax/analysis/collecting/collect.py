@@ -93,9 +93,6 @@ def collect(
         total: number of batches, for the bar, where ``batches`` has no length.
         name: what to call the model; default: its name or path.
 
-    Returns:
-        The statistics.
-
     Raises:
         TypeError: ``batches`` or one of them has a wrong type.
         ValueError: an unknown option, attention that cannot be seen, no data at all.

@@ -117,13 +117,8 @@ def monotone_mass(weights: HeadWeights) -> Tensor:
 
         sum_i  sum_{s = 1, 2}  p_i(a_{i-1} + s),          a_i = argmax_j p_i(j)
 
-    1 per query for a head that reads the source token by token; 0 for one that stays where it is.
-
-    Args:
-        weights: [B, H, T_q, T_k].
-
-    Returns:
-        float64 [H].
+    1 per query for a head that reads the source token by token; 0 for one that stays where it is. float64 [H] from weights
+    [B, H, T_q, T_k].
     """
     before = torch.nn.functional.pad(weights.row_argmax()[..., :-1], (1, 0), value=-1)
     return weights.window_sums((before + 1).masked_fill(before < 0, -1), MONOTONE_STEPS).double().sum(dim=(0, 2))

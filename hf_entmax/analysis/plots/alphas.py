@@ -79,9 +79,6 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
         site: draw only this site, one panel per layer; default: one panel per site, heads coloured by layer. Where a line
             ends stands its layer and head; of more than twenty lines, only of those that end highest and lowest.
 
-    Returns:
-        A Figure.
-
     Raises:
         ValueError: the log holds no alpha, or none of that site.
 
@@ -140,9 +137,6 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
         alphas: ``{site: [layers, heads]}`` or ``AttentionStatistics``.
         densities: the same for density; default: those of ``alphas``, where that is ``AttentionStatistics``.
 
-    Returns:
-        A Figure.
-
     Raises:
         TypeError: a wrong type. ValueError: nothing to draw.
 
@@ -172,9 +166,6 @@ def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: f
     Args:
         alphas: each at least 1.
         limit: t runs from ``-limit`` to ``limit``.
-
-    Returns:
-        A Figure.
 
     Raises:
         ValueError: no alpha, or a limit that is not positive.

@@ -32,9 +32,6 @@ def attention_map(
         key_tokens: labels of the columns; default: ``query_tokens`` for square weights.
         title: above the map.
 
-    Returns:
-        A Figure.
-
     Raises:
         ValueError: labels that do not fit the weights.
 
@@ -53,9 +50,6 @@ def attention_maps(
     Args:
         maps: ``(title, weights [T_q, T_k], query tokens, key tokens)`` each, as for :func:`attention_map`.
         columns: at most so many in a row.
-
-    Returns:
-        A Figure.
 
     Raises:
         ValueError: no map, or labels that do not fit their weights.
@@ -263,9 +257,6 @@ def head_importance(importance: Any, label: str = "importance (nats per token)")
     Args:
         importance: ``{site: [layers, heads]}``.
         label: of the colour bar, with unit.
-
-    Returns:
-        A Figure.
 
     Raises:
         ValueError: nothing to draw.

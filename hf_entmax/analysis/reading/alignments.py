@@ -30,7 +30,7 @@ class AlignedPair:
 
 
 def read_alignments(path: str | os.PathLike[str]) -> list[AlignedPair]:
-    r"""Reads gold word alignments.
+    r"""Reads gold word alignments from a file, UTF-8, also gzip-compressed (``.gz``).
 
     Two formats, told apart by their first line:
 
@@ -40,12 +40,6 @@ def read_alignments(path: str | os.PathLike[str]) -> list[AlignedPair]:
       or ``1?2`` possible.
 
     Indices are zero-based.
-
-    Args:
-        path: the file, UTF-8, also gzip-compressed (``.gz``).
-
-    Returns:
-        The pairs.
 
     Raises:
         FileNotFoundError: no such file.

@@ -74,15 +74,9 @@ class DependencySentence:
 
 
 def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:
-    """Reads a CoNLL-U file.
+    """Reads a CoNLL-U file, ``.conllu`` or ``.conllu.gz``, UTF-8.
 
     Multiword tokens (``3-4``) are kept as one surface token over several words, empty nodes (``5.1``) are left out.
-
-    Args:
-        path: ``.conllu``, also ``.conllu.gz``, UTF-8.
-
-    Returns:
-        Its sentences.
 
     Raises:
         FileNotFoundError: no such file.

@@ -49,9 +49,6 @@ def read_data(
         dataset_config: configuration of a Hub data set ("de-en").
         limit: read at most so many records.
 
-    Returns:
-        The records.
-
     Raises:
         FileNotFoundError: neither a file nor a data set.
         ValueError: a broken line (its number is named), a missing column, no text at all, a limit below 1.

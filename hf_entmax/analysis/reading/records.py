@@ -20,10 +20,7 @@ _USUAL = {*SOURCE_NAMES, *TARGET_NAMES, *_OTHER_NAMES}
 
 
 def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Yields ``(line number from 1, line without its end)``.
-
-    Args:
-        path: UTF-8 text; ``.gz`` is decompressed on the fly.
+    """Yields ``(line number from 1, line without its end)`` of UTF-8 text; ``.gz`` is decompressed on the fly.
 
     Raises:
         FileNotFoundError: no such file.

@@ -39,18 +39,12 @@ class Trajectory:
 
 
 def read_trajectory(path: str | os.PathLike[str]) -> Trajectory:
-    """Reads the JSON-lines log of :class:`hf_entmax.training.AlphaLoggingCallback`.
+    """Reads the JSON-lines log of :class:`hf_entmax.training.AlphaLoggingCallback`, also ``.gz``.
 
     Each line is ``{"step": 10, "alpha": {site: [[...], ...]}, "density": {site: [[...], ...]}, "js": {site: [...]}}``; all
     keys but ``step`` may be missing, and density may be one number per layer. Lines may come in any order; of two lines
     for one step the later counts (a run that was resumed writes the steps after its checkpoint again). A last line cut
     off by a killed run is left out with a warning.
-
-    Args:
-        path: the log; also ``.gz``.
-
-    Returns:
-        The trajectory.
 
     Raises:
         FileNotFoundError: no such file.

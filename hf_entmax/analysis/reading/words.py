@@ -71,14 +71,10 @@ class TokenTable:
 
 
 def token_table(tokenizer: Any) -> TokenTable:
-    """Builds the table of a tokenizer's vocabulary.
+    """Builds the table of a tokenizer's vocabulary, of CPU tensors.
 
-    Args:
-        tokenizer: any Hugging Face tokenizer: SentencePiece, WordPiece, byte-level BPE, BPE with ``</w>`` or ``@@``,
-            characters, bytes or whole words.
-
-    Returns:
-        The table; entries are CPU tensors.
+    It may be any Hugging Face tokenizer: SentencePiece, WordPiece, byte-level BPE, BPE with ``</w>`` or ``@@``, characters,
+    bytes or whole words.
 
     Raises:
         ValueError: the vocabulary does not say where words begin.

@@ -116,14 +116,7 @@ class AttentionStatistics:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept.
-
-        Args:
-            path: file to write.
-
-        Returns:
-            The path.
-        """
+        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept."""
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {}

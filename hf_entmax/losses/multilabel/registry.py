@@ -71,10 +71,7 @@ MULTILABEL_LOSSES: dict[str, MultilabelSpec] = {
 
 
 def parse_mapping(mapping: str) -> tuple[str, dict[str, float]]:
-    """Read ``"name"`` or ``"name(option=value)"``.
-
-    Returns:
-        The name and its options, defaults filled in.
+    """The name and the options, defaults filled in, of ``"name"`` or ``"name(option=value)"``.
 
     Raises:
         ValueError: if the name or an option is unknown, or a value is outside its range.
