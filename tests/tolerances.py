@@ -11,6 +11,9 @@ import torch
 
 FORWARD = {torch.float64: 1e-9, torch.float32: 2e-6}
 GRADIENT = {torch.float64: 1e-9, torch.float32: 1e-4}
+measured: list[float] = []
+"""Errors as shares of what is allowed, of all assertions so far; whoever reports them empties it."""
+
 HALF_FACTOR = 2.0
 """A half-precision result may have at most this many times the error of plain PyTorch at that dtype."""
 
@@ -37,6 +40,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def assert_forward(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Assert that probabilities or outputs agree within the tolerance of their dtype."""
     error, bound = absolute_error(actual, expected), FORWARD[dtype or actual.dtype]
+    measured.append(error / bound)
     assert error <= bound, f"forward error {error:.3g} exceeds {bound:.3g}"
 
 
@@ -44,6 +48,7 @@ def assert_gradient(actual: torch.Tensor | None, expected: torch.Tensor, dtype: 
     """Assert that gradients agree within the relative tolerance of their dtype."""
     assert actual is not None, "there is no gradient"
     error, bound = relative_error(actual, expected), GRADIENT[dtype or actual.dtype]
+    measured.append(error / bound)
     assert error <= bound, f"relative gradient error {error:.3g} exceeds {bound:.3g}"
 
 
@@ -51,4 +56,5 @@ def assert_half(actual: torch.Tensor, plain: torch.Tensor, expected: torch.Tenso
     """Assert that a half-precision result errs at most `HALF_FACTOR` times as much as plain PyTorch's (plus one ulp)."""
     ulp = torch.finfo(actual.dtype).eps * float(expected.detach().abs().max())
     error, bound = absolute_error(actual, expected), HALF_FACTOR * absolute_error(plain, expected) + ulp
+    measured.append(error / max(bound, 1e-30))
     assert error <= bound, f"error {error:.3g} exceeds {bound:.3g}"

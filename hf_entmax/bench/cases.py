@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class ModelCase:
-    """Training of a whole encoder-decoder, shaped like BART-base by default.
+    """Training of a whole model, shaped like BART-base by default.
 
     Args:
         name: how the results call it.
@@ -55,6 +55,8 @@ class ModelCase:
         heads: heads per layer.
         vocabulary: number of tokens.
         target: smallest allowed ratio of our tokens/s to those of SDPA softmax.
+        kind: "bart", an encoder-decoder, or "llama", a decoder with three query heads per key head.
+        bfloat16: under autocast.
     """
 
     name: str
@@ -65,6 +67,8 @@ class ModelCase:
     heads: int = 12
     vocabulary: int = 8192
     target: float | None = None
+    kind: str = "bart"
+    bfloat16: bool = False
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,45 @@ def training_steps(case: ModelCase, device: str, seed: int = 0) -> tuple[dict[st
 
     Beside them stand the real (unpadded) source and target tokens of one step.
     """
-    from transformers import BartConfig, BartForConditionalGeneration
-
     import hf_entmax
 
     torch.manual_seed(seed)
+    plain = _bart(case) if case.kind == "bart" else _llama(case)
+    patched = hf_entmax.patch_model(copy.deepcopy(plain))
+    low, high = case.lengths
+    source, target = torch.randint(low, high + 1, (2, case.batch))
+    source[0] = target[0] = high
+    tokens = torch.randint(4, case.vocabulary, (2, case.batch, high))
+    position = torch.arange(high)
+    mask = (position < source[:, None]).long()
+    inputs = tokens[0] * mask + plain.config.pad_token_id * (1 - mask)
+    if case.kind == "bart":
+        labels = tokens[1].masked_fill(position >= target[:, None], -100)
+    else:
+        labels, target = inputs.masked_fill(mask == 0, -100), 0 * target
+    batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+
+    def make_step(model: torch.nn.Module) -> Callable[[], object]:
+        model.to(device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, torch.bfloat16, enabled=case.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    steps = {"sdpa": make_step(plain), "ours": make_step(patched)}
+    return steps, int(source.sum() + target.sum())
+
+
+def _bart(case: ModelCase) -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
     make_config: Any = BartConfig
     config = make_config(
         attn_implementation="sdpa",
@@ -200,29 +234,23 @@ def training_steps(case: ModelCase, device: str, seed: int = 0) -> tuple[dict[st
         decoder_ffn_dim=4 * case.width,
         max_position_embeddings=max(1024, case.lengths[1]),
     )
-    plain = BartForConditionalGeneration(config)
-    patched = hf_entmax.patch_model(copy.deepcopy(plain))
-    low, high = case.lengths
-    source, target = torch.randint(low, high + 1, (2, case.batch))
-    source[0] = target[0] = high
-    tokens = torch.randint(4, case.vocabulary, (2, case.batch, high))
-    position = torch.arange(high)
-    mask = (position < source[:, None]).long()
-    inputs = tokens[0] * mask + config.pad_token_id * (1 - mask)
-    labels = tokens[1].masked_fill(position >= target[:, None], -100)
-    batch = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    return BartForConditionalGeneration(config)
 
-    def make_step(model: torch.nn.Module) -> Callable[[], object]:
-        model.to(device).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            model(**batch).loss.backward()
-            optimizer.step()
+def _llama(case: ModelCase) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-        return step
-
-    steps = {"sdpa": make_step(plain), "ours": make_step(patched)}
-    return steps, int(source.sum() + target.sum())
+    make_config: Any = LlamaConfig
+    config = make_config(
+        attn_implementation="sdpa",
+        vocab_size=case.vocabulary,
+        hidden_size=case.width,
+        intermediate_size=8 * case.width // 3,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.heads // 3 or 1,
+        max_position_embeddings=max(1024, case.lengths[1]),
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)

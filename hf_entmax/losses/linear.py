@@ -177,7 +177,8 @@ class LinearEntmaxLossFunction(torch.autograd.Function):
         (grad,) = grad_outputs
         if ctx.reduced:
             slopes, *found = ctx.saved_tensors
-            one = bool(grad == 1)
+            # Another device would have to be waited for, which takes longer than to multiply by 1.
+            one = grad.device.type == "cpu" and bool(grad == 1)
             hidden, weight, bias, slopes = (
                 tensor if tensor is None or one else tensor * grad.to(tensor.dtype) for tensor in (*found, slopes)
             )

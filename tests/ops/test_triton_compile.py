@@ -1,9 +1,11 @@
-"""The Triton kernels compile for Hopper GPUs, on machines without one."""
+"""The Triton kernels compile for Hopper GPUs, on machines without one, and fit into their multiprocessors."""
 
-from pathlib import Path
+import json
 
 import fresh
 import pytest
+
+from recipes.benchmarks.gpu.compiled import CASES, SHARED, STACK
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
@@ -12,27 +14,26 @@ KERNELS = {
     "learned": ATTENTION | {"_entmax_attention_bwd_bias_kernel"},
     "options": ATTENTION | {"_key_extent_kernel"},
     "float32": ATTENTION | {"_key_extent_kernel"},
+    "ones": ATTENTION | {"_entmax_attention_bwd_bias_kernel", "_key_extent_kernel"},
     "rows": {"_solve_rows_kernel", "_write_rows_kernel"},
 }
+QUICK = ("learned", "rows")
 
 
-@pytest.mark.parametrize(
-    "case", ["learned", "rows", *(pytest.param(c, marks=pytest.mark.slow) for c in ("options", "float32"))]
-)
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in KERNELS])
 def test_compiles_for_hopper(case, tmp_path):
+    assert case in CASES
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("triton_compile_cases.py")
-    # Tensors stay on the CPU: the package is told so as it would be by the interpreter, which is not used.
-    start = (
-        "import sys, runpy; from hf_entmax.ops import triton_gpu; triton_gpu._INTERPRETED = True; "
-        f"sys.argv = ['', {case!r}]; runpy.run_path({str(script)!r})"
-    )
+    module = "recipes.benchmarks.gpu.compiled"
+    start = f"import sys, runpy; sys.argv = ['', {case!r}]; runpy.run_module({module!r}, run_name='__main__')"
     run = fresh.run(start, after="torch", environment=environment)
     assert run.returncode == 0, run.stderr
-    reports = {name: values for name, *values in map(str.split, run.stdout.splitlines())}
+    reports = dict(map(json.loads, run.stdout.splitlines()))
     assert set(reports) == KERNELS[case]
-    for name, (instruction, calls, lines) in reports.items():
+    for name, found in reports.items():
         # A device function that is not inlined forces its own layout on tiles: ten times the code, all of it spilling.
-        assert int(calls) == 0 and int(lines) < 20_000, (name, calls, lines)
+        assert found["calls"] == 0 and found["lines"] < 20_000, (name, found)
         # The tensor cores' own instruction: without it the tiles were shaped wrongly.
-        assert case != "learned" or "attention" not in name or instruction == "wgmma", name
+        assert case != "learned" or "attention" not in name or found["products"] == "wgmma", name
+        assert found["shared"] <= SHARED and found["stack"] <= STACK and found["registers"] <= 255, (name, found)
+        assert "attention" not in name or found["loops"], (name, "no loop with matrix products was found")

@@ -1,7 +1,7 @@
 """The Triton kernels on a real GPU, against float64 on the torch path. All skip, with the reason, where there is none.
 
-What the kernels compute is checked in detail without a GPU by `test_triton_gpu.py`; here stand the compiler's rounding, sizes that
-the interpreter cannot reach, concurrency, and the choice of the backend.
+What the kernels compute is checked in detail by `triton_cases.py`, which runs on a GPU too; here stand the dtypes and sizes that
+the interpreter cannot reach, concurrency, losses, and the choice of the backend.
 """
 
 import os
@@ -9,8 +9,10 @@ import threading
 
 import pytest
 import torch
-from tolerances import FORWARD, GRADIENT, absolute_error, assert_half, relative_error
+from device_report import report  # noqa: F401  a fixture
+from tolerances import FORWARD, GRADIENT, absolute_error, assert_gradient, assert_half, relative_error
 
+from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.ops import entmax, entmax_attention
 
 REASON = "needs a CUDA device and Triton, not interpreted"
@@ -63,6 +65,7 @@ OPTIONS = {
     "padding": {"padding": True},
     "bool mask": {"mask": True},
     "T5": {"bias": True},
+    "a sink": {"sink": True, "is_causal": True},
 }
 
 
@@ -75,17 +78,37 @@ def build(name):
         options["attention_mask"] = torch.rand(2, 1, 200, 333, device="cuda") > 0.4
     if options.pop("bias", False):
         options["position_bias"] = torch.randn(1, 8, 200, 333, device="cuda", requires_grad=True)
+    if options.pop("sink", False):
+        # One key that all see, whose score is one number of each head.
+        bias = torch.zeros(1, 8, 1, 333, device="cuda")
+        bias[..., 0] = torch.linspace(-2, 6, 8, device="cuda")[:, None]
+        options["position_bias"] = bias.requires_grad_()
     return options
+
+
+def check_float32(tensors, grad_out, **options):
+    ours, wanted = run(fused, tensors, grad_out, **options), oracle(tensors, grad_out, **options)
+    assert absolute_error(ours[0], wanted[0]) <= FORWARD[torch.float32] * 2  # scores of 64 products, 4 deviations wide
+    for actual, expected in zip(ours[1:], wanted[1:], strict=True):
+        assert_gradient(actual, expected, torch.float32)
+
+
+def check_half(dtype, tensors, grad_out, **options):
+    ours = run(fused, tensors, grad_out, **options)
+    plain = run(torch_attention, tensors, grad_out, **options)
+    for actual, torchs, expected in zip(ours, plain, oracle(tensors, grad_out, **options), strict=True):
+        assert_half(actual.to(dtype).cpu(), torchs.to(dtype).cpu(), expected.cpu())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_float32(name):
-    tensors, options = make(H_kv=4 if name == "causal" else None), build(name)
     grad_out = torch.randn(2, 8, 200, 64, device="cuda")
-    ours, wanted = run(fused, tensors, grad_out, **options), oracle(tensors, grad_out, **options)
-    assert absolute_error(ours[0], wanted[0]) <= FORWARD[torch.float32] * 2  # scores of 64 products, 4 deviations wide
-    for actual, expected in zip(ours[1:], wanted[1:], strict=True):
-        assert relative_error(actual, expected) <= GRADIENT[torch.float32]
+    check_float32(make(H_kv=4 if name == "causal" else None), grad_out, **build(name))
+
+
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_float32_of_other_widths(head_dim):
+    check_float32(make(D=head_dim, sharpness=1.0), torch.randn(2, 8, 200, head_dim, device="cuda"), is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,11 +116,55 @@ def test_float32(name):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half(dtype, head_dim, causal):
     tensors = make(D=head_dim, dtype=dtype, sharpness=1.5)
-    grad_out = torch.randn(2, 8, 200, head_dim, device="cuda").to(dtype)
-    ours = run(fused, tensors, grad_out, is_causal=causal)
-    plain = run(torch_attention, tensors, grad_out, is_causal=causal)
-    for actual, torchs, expected in zip(ours, plain, oracle(tensors, grad_out, is_causal=causal), strict=True):
-        assert_half(actual.to(dtype).cpu(), torchs.to(dtype).cpu(), expected.cpu())
+    check_half(dtype, tensors, torch.randn(2, 8, 200, head_dim, device="cuda").to(dtype), is_causal=causal)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("plain", "causal")])
+def test_half_with_options(name):
+    tensors = make(H_kv=2, dtype=torch.bfloat16, sharpness=1.5)
+    check_half(torch.bfloat16, tensors, torch.randn(2, 8, 200, 64, device="cuda").bfloat16(), **build(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [1, 100])
+def test_32k_keys(dtype, queries):
+    tensors = make(B=1, H_kv=2, T_q=queries, T_k=32768, dtype=dtype)
+    grad_out = torch.randn(1, 8, queries, 64, device="cuda").to(dtype)
+    if dtype == torch.float32:
+        check_float32(tensors, grad_out, is_causal=True)
+    else:
+        check_half(dtype, tensors, grad_out, is_causal=True)
+
+
+def test_half_precision_scores_beyond_the_range_of_float16():
+    """Products of queries and keys above 65504 are float32 all the way."""
+    query, key, value, alpha = make(D=64, dtype=torch.float16)
+    big = [(query.detach() * 60).requires_grad_(), (key.detach() * 60).requires_grad_(), value, alpha]
+    ours = run(fused, big, torch.randn(2, 8, 200, 64, device="cuda"), is_causal=True)
+    assert float((big[0].detach().float() @ big[1].detach().float().transpose(-1, -2)).max()) > 65504
+    expected = oracle(big, torch.zeros(2, 8, 200, 64, device="cuda"), is_causal=True)[0]
+    assert absolute_error(ours[0], expected) < 2e-2 and all(bool(t.isfinite().all()) for t in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses(dtype, alpha, smoothing):
+    hidden = torch.randn(40, 64, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(20_000, 64, device="cuda", dtype=dtype, requires_grad=True)
+    labels = torch.randint(20_000, (40,), device="cuda")
+    labels[::7] = -100
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    for function in (
+        lambda h, w: linear_entmax_loss(h, w, labels, alpha, label_smoothing=smoothing),
+        lambda h, w: entmax_loss((h @ w.t()).to(h.dtype), labels, alpha, label_smoothing=smoothing),
+    ):
+        ours, exact = function(hidden, weight), function(*wide)
+        # Logits of 64 products, 8 deviations wide: their own rounding is what counts.
+        assert abs(float(ours) - float(exact)) <= (1e-5 if dtype == torch.float32 else 2e-2) * abs(float(exact))
+        grads, expected = torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(exact, wide)
+        for actual, wanted in zip(grads, expected, strict=True):
+            assert relative_error(actual, wanted) <= (1e-3 if dtype == torch.float32 else 5e-2)
 
 
 def test_auto_chooses_the_kernel():

@@ -1,7 +1,8 @@
-"""The Triton kernels against the oracle, in Triton's interpreter on the CPU.
+"""The Triton kernels against the oracle: in Triton's interpreter on the CPU, or compiled on a GPU.
 
 `test_triton_gpu.py` runs this file in a process of its own, since TRITON_INTERPRET has to be set before anything imports Triton
-(torch.compile does). To run it alone: ``TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases.py``.
+(torch.compile does). To run it alone: ``TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases.py``; on a machine with a
+GPU, without that variable.
 """
 
 import functools
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+from device_report import report  # noqa: F401  a fixture
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
@@ -26,7 +28,11 @@ from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles
 
 attention = functools.partial(entmax_attention, backend="triton")
 torch_attention = functools.partial(entmax_attention, backend="torch")
-assert isinstance(launch.forward._entmax_attention_fwd_kernel, triton.runtime.interpreter.InterpretedFunction)
+INTERPRETED = isinstance(launch.forward._entmax_attention_fwd_kernel, triton.runtime.interpreter.InterpretedFunction)
+assert INTERPRETED or torch.cuda.is_available(), "set TRITON_INTERPRET=1 where there is no GPU"
+if not INTERPRETED:
+    torch.set_default_device("cuda")
+DEVICE = torch.get_default_device().type
 
 # Two tiles of 32 along either axis, the second of each incomplete.
 Q, K = 34, 41
@@ -43,7 +49,7 @@ def _poison(monkeypatch):
     def poisoned(make):
         def wrapper(*args, **kwargs):
             tensor = make(*args, **kwargs)
-            if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:
+            if tensor.device.type != DEVICE or type(tensor) is not torch.Tensor:
                 return tensor
             if tensor.dtype == torch.bool:
                 return tensor.fill_(True)
@@ -486,7 +492,7 @@ def test_other_ways_to_call():
     for ours, theirs in zip(functional, expected, strict=True):
         assert_gradient(ours, theirs)
     # Autocast lowers as it does torch's own attention.
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         lowered = attention(*inputs)[0]
     assert lowered.dtype == torch.bfloat16
     assert torch.equal(lowered, attention(*(t.bfloat16() for t in inputs[:3]), inputs[3])[0])

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+#: Names a JSON file of tiles that were found to be fastest on this machine, see `tuned_blocks`.
+VARIABLE = "HF_ENTMAX_TRITON_BLOCKS"
+logger = logging.getLogger(__name__)
 
 
 class Arguments(NamedTuple):
@@ -47,6 +56,33 @@ def padded(width: int) -> int:
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
+@functools.lru_cache(maxsize=1)
+def tuned_blocks() -> dict[str, Blocks]:
+    """The tiles of the file that the environment variable ``HF_ENTMAX_TRITON_BLOCKS`` names, by the name of their case.
+
+    ``{"device": "NVIDIA H100 80GB HBM3", "blocks": {"half-64": {"rows": 128, "cols": 64, "warps": 8, ...}}}``, as
+    ``python -m recipes.benchmarks.gpu --parts tuning`` writes it. A case is "half" or "float32" and the padded head
+    dimension. A file that cannot be used is named in a warning, once; the built-in tiles take its place.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return {}
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else table["device"]
+        if table["device"] != device:
+            raise ValueError(f"it was measured on {table['device']}, this is {device}")
+        found = {case: Blocks(**numbers) for case, numbers in table["blocks"].items()}
+        for case, blocks in found.items():
+            whole = all(type(number) is int and number > 0 for number in blocks)
+            if not whole or any(n & (n - 1) for n in (*blocks[:3], blocks.backward_warps)) or min(blocks[:2]) < 16:
+                raise ValueError(f"{case} has {blocks}: rows and cols are powers of two from 16, warps powers of two")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s=%s is not used: %s. The built-in tiles take its place.", VARIABLE, path, error)
+        return {}
+    return found
+
+
 def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Blocks:
     """Choose the tile of attention.
 
@@ -57,10 +93,14 @@ def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.d
         dtype: of query, key and value; float32 tiles take twice the shared memory and are half as wide.
 
     Returns:
-        The tile and launch parameters, chosen so that compilation for compute capability 9.0 spills few registers.
+        The tile and launch parameters: those of `tuned_blocks` where there are any, else chosen so that compilation for
+        compute capability 9.0 spills few registers.
     """
     widest = padded(max(head_dim, value_dim))
-    if dtype.itemsize == 2:
+    tuned = tuned_blocks().get(f"{'half' if dtype.itemsize == 2 else 'float32'}-{max(widest, 64)}")
+    if tuned is not None:
+        blocks = tuned
+    elif dtype.itemsize == 2:
         if widest <= 64:
             blocks = Blocks(64, 64, 4, 3, 4, 2)
         else:

@@ -11,6 +11,7 @@ from hf_entmax.ops.triton_gpu.row_math import (
     MASKED,
     MASKED_BELOW,
     expq,
+    first_threshold,
     largest_threshold,
     make_mapping,
     threshold_step,
@@ -150,6 +151,7 @@ def _entmax_attention_fwd_kernel(
     ``[B, H, T_q, D_V]`` (sum s v / sum s).
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
+    COLS: tl.constexpr = OPTIONS.COLS
     H, T_q, n_q, n_k = problem.H, problem.T_q, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     # Causal blocks grow with their row: the longest start first, so that no long one is left for the end.
@@ -175,14 +177,26 @@ def _entmax_attention_fwd_kernel(
     # Pass 1: maxima. A block is listed if it reaches what is, with the maximum so far, the lowest threshold.
     row_max = tl.full([ROWS], MASKED, tl.float32)
     row_nan = tl.zeros([ROWS], tl.int32)
+    score_sum, score_count = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    top_sum, top_count = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     n_listed = 0
     first_block, last_block = key_block_range(first_row, extent, batch, problem, OPTIONS)
     for index in range(first_block, last_block):
         _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-        is_nan = tl.max((z != z).to(tl.int32), 1)
-        top = tl.max(tl.where(z != z, MASKED, z), 1)
+        top = tl.max(z, 1)
+        rise = tl.maximum(top - row_max, 0.0)
         row_max = tl.maximum(row_max, top)
+        # NaN, which the maximum passes over, and the infinities show in the sum.
+        block_sum = tl.sum(z - row_max[:, None], 1)
+        is_nan = (block_sum != block_sum).to(tl.int32)
         row_nan = tl.maximum(row_nan, is_nan)
+        if OPTIONS.ALPHA != 1.0:
+            # What `first_threshold` wants, less the maximum so far: of blocks without a masked entry, and of tops of blocks.
+            whole, reached = (block_sum > MASKED_BELOW) & (top > MASKED_BELOW), top > MASKED_BELOW
+            score_sum += tl.where(whole, block_sum, 0.0) - score_count * rise
+            top_sum += tl.where(reached, top - row_max, 0.0) - top_count * rise
+            score_count += tl.where(whole, COLS * 1.0, 0.0)
+            top_count += tl.where(reached, 1.0, 0.0)
         reach = tl.maximum(row_max - mapping.inv_u, MASKED_BELOW)
         listed = tl.max(tl.maximum((top > reach).to(tl.int32), is_nan), 0)
         tl.store(block_list + n_listed, index, mask=listed != 0)
@@ -191,9 +205,10 @@ def _entmax_attention_fwd_kernel(
     row_max = tl.where(row_nan != 0, float("nan"), row_max)
 
     # Passes 2...: the threshold. One thread writes the list, all read it: hence the barriers between passes.
-    c = tl.zeros([ROWS], tl.float32)
+    c = first_threshold(score_sum, score_count, mapping.u)
+    c = tl.maximum(c, first_threshold(top_sum, top_count, mapping.u))
     low = tl.zeros([ROWS], tl.float32)
-    high = tl.zeros([ROWS], tl.float32) + largest_threshold(problem.T_k, mapping.u)
+    high = largest_threshold(tl.zeros([ROWS], tl.float32) + problem.T_k, mapping.u)
     n_passes = 0
     unfinished = 1
     while (n_passes < max_passes) & (unfinished != 0):

@@ -46,7 +46,7 @@ def _solve_rows_kernel(
     row_max, mapping, tile_mapping = _load_rows(alpha, row_max, rows, n_rows)
     c = tl.zeros([ROWS], tl.float32)
     low = tl.zeros([ROWS], tl.float32)
-    high = tl.zeros([ROWS], tl.float32) + largest_threshold(n_cols, mapping.u)
+    high = largest_threshold(tl.zeros([ROWS], tl.float32) + n_cols, mapping.u)
     n_passes = 0
     unfinished = 1
     while (n_passes < max_passes) & (unfinished != 0):

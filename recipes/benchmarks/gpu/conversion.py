@@ -1,0 +1,41 @@
+"""What goes on as long as there is time: SmolLM2 made sparse, then the jobs that need a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from .rows import Rows, Skip
+from .setting import ROOT, Setting, too_old
+
+
+def run(rows: Rows, setting: Setting) -> None:
+    """Write the rows of this part."""
+    rows.run("smollm2", lambda: convert(setting))
+    rows.run("evidence", lambda: evidence(setting))
+
+
+def start(command: list[str], setting: Setting) -> dict[str, Any]:
+    """Run a recipe for what is left of the time; it resumes from its last checkpoint when this is run again."""
+    if (reason := too_old("transformers", (5, 18))) is not None:
+        raise Skip(reason)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, timeout=max(setting.left, 1.0))
+    return {"status": "ok" if done.returncode == 0 else "failed", "exit_status": done.returncode}
+
+
+def convert(setting: Setting) -> dict[str, Any]:
+    if setting.smollm2 is None:
+        raise Skip("no folder of the model was given (--smollm2)")
+    out = setting.out / "smollm2-sparse"
+    config = "recipes/configs/convert_smollm2.yaml"
+    return start(
+        ["recipes/convert.py", "--config", config, "--model", str(setting.smollm2), "--out", str(out)], setting
+    )
+
+
+def evidence(setting: Setting) -> dict[str, Any]:
+    if setting.tiny:
+        raise Skip("not in a tiny run")
+    jobs = ["--jobs", "recipes/configs/evidence_gpu.yaml", "--folder", str(setting.out / "runs")]
+    return start(["-m", "recipes.evidence", "run", *jobs, "--results", str(setting.out), "--workers", "3"], setting)

@@ -1,0 +1,53 @@
+"""One query against 32k keys: exact sparse decoding, ours over all keys, and SDPA."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_entmax.ops import entmax_attention
+
+from .rows import Rows, Skip
+from .setting import Setting, figures, goal
+
+
+def run(rows: Rows, setting: Setting) -> None:
+    """Write the rows of this part."""
+    for alpha in (1.5,) if setting.tiny else (1.5, 1.25):
+        rows.run(f"alpha {alpha}", lambda alpha=alpha: measure(alpha, setting))
+
+
+def measure(alpha: float, setting: Setting) -> dict[str, Any]:
+    """Keys on a few directions, as in trained models, so that few have weight; four query heads share a key head."""
+    batch, heads, keys, head_dim = (1, 4, 40, 16) if setting.tiny else (8, 32, 32768, 64)
+    generator = torch.Generator(setting.device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=setting.device)
+
+    key, value = (draw(batch, heads // 4, keys, head_dim).bfloat16() for _ in range(2))
+    query = (3.0 * draw(batch, heads, 1, head_dim)).bfloat16()
+    functions = {
+        "sdpa": lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        "ours": lambda: entmax_attention(query, key, value, alpha, backend="triton")[0],
+    }
+    ops = importlib.import_module("hf_entmax.ops")
+    exact = getattr(ops, "exact_sparse_attention", None)
+    if exact is not None:
+        functions["exact"] = exact_decoding(exact, query, key, value, alpha)
+    with torch.no_grad():
+        wanted = entmax_attention(query.double(), key.double(), value.double(), alpha, backend="torch")[0]
+        errors = {n: float((f().double() - wanted).abs().max()) for n, f in functions.items() if n != "sdpa"}
+        if not max(errors.values()) < 0.03:
+            raise ValueError(f"off by {errors}: nothing was timed")
+        times = figures(setting.times(functions, seconds=6.0))
+    best = "exact" if exact is not None else "ours"
+    ratio = times[best]["median"] / times["sdpa"]["median"]
+    return {"errors": errors, "times": times, "goals": {f"{best} / sdpa": goal(ratio, 0.3)}}
+
+
+def exact_decoding(exact: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, alpha: float) -> Any:
+    raise Skip("hf_entmax.ops.exact_sparse_attention is not known to this program yet")

@@ -1,0 +1,75 @@
+"""What there is: versions, the device, its tools, and what a copy and a matrix product reach on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+import torch
+
+from .rows import Rows
+from .setting import Setting, figures, too_old
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "numpy",
+    "pytest",
+    "pytest-xdist",
+    "adasplash",
+)
+TOOLS = ("compute-sanitizer", "ncu", "nvidia-smi", "cuobjdump", "nvdisasm")
+
+
+def run(rows: Rows, setting: Setting) -> None:
+    """Write the rows of this part."""
+    rows.run("versions", versions)
+    rows.run("tools", lambda: {name: shutil.which(name) or "missing" for name in TOOLS})
+    rows.run("transformers", lambda: {"serves": too_old("transformers", (5, 18)) or "yes"})
+    rows.run("device", lambda: device(setting))
+    rows.run("ceilings", lambda: ceilings(setting))
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def device(setting: Setting) -> dict[str, Any]:
+    if setting.tiny:
+        return {"name": platform.processor() or platform.machine()}
+    found = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    clocks = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which("nvidia-smi") else ""
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "driver, clocks, power": clocks,
+    }
+
+
+def ceilings(setting: Setting) -> dict[str, Any]:
+    """TB/s of a copy, read and written bytes counted; TFLOP/s of a bfloat16 matrix product."""
+    n = 128 if setting.tiny else 8192
+    source = torch.randn(n, n, device=setting.device)
+    target = torch.empty_like(source)
+    half = source.bfloat16()
+    times = figures(setting.times({"copy": lambda: target.copy_(source), "product": lambda: half @ half}, seconds=5))
+    return {
+        "terabytes_per_second": round(2 * 4 * n * n / times["copy"]["median"] / 1e9, 4),
+        "teraflops": round(2 * n**3 / times["product"]["median"] / 1e9, 2),
+        "times": times,
+    }

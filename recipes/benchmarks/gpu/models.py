@@ -1,0 +1,41 @@
+"""Training steps of whole models from random weights: tokens per second against SDPA softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .rows import Rows, Skip
+from .setting import Setting, figures, goal, too_old
+
+LENGTHS, TOKENS = (512, 2048), 16384
+
+
+def run(rows: Rows, setting: Setting) -> None:
+    """Write the rows of this part."""
+    for shape in ("bart", "llama"):
+        for length in (24,) if setting.tiny else LENGTHS:
+            rows.run(f"{shape}, L {length}", lambda shape=shape, length=length: measure(shape, length, setting))
+
+
+def measure(shape: str, length: int, setting: Setting) -> dict[str, Any]:
+    """BART-base or a Llama of 135M parameters, learned alpha everywhere, bfloat16 under autocast."""
+    if (reason := too_old("transformers", (5, 18))) is not None:
+        raise Skip(reason)
+    from hf_entmax.bench.cases import ModelCase
+    from hf_entmax.bench.implementations import training_steps
+
+    small = {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64}
+    full = {"bart": {"vocabulary": 50265}, "llama": {"layers": 30, "width": 576, "heads": 9, "vocabulary": 49152}}[
+        shape
+    ]
+    sizes = small if setting.tiny else full
+    batch = 1 if setting.tiny else TOKENS // length
+    case = ModelCase(f"{shape} {length}", batch=batch, lengths=(length, length), kind=shape, bfloat16=True, **sizes)
+    steps, tokens = training_steps(case, setting.device)
+    times = figures(setting.times(steps, seconds=20.0))
+    rates = {name: round(1e3 * tokens / values["median"], 1) for name, values in times.items()}
+    return {
+        "times": times,
+        "tokens_per_second": rates,
+        "goals": {"sdpa / ours, tokens per second": goal(rates["sdpa"] / rates["ours"], 1 / 0.9)},
+    }

@@ -1,0 +1,58 @@
+"""Queries, keys and values whose share of empty tiles is known, and how large that share is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks
+
+
+def make(batch: int, heads: int, length: int, head_dim: int, sharpness: float, device: str) -> list[Tensor]:
+    """Scores that vary slowly along the sequence, so that whole tiles fall off the support: bfloat16, with gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    position = torch.arange(length, device=device)[:, None] / 512
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    frequency, phase = draw(batch, heads, 1, head_dim), 6.2832 * draw(batch, heads, 1, head_dim)
+    wave = 1.4142 * torch.cos(frequency * position + phase)
+    query, key = (wave + 0.5 * draw(*wave.shape) for _ in range(2))
+    return [t.to(torch.bfloat16).requires_grad_() for t in (query * sharpness, key, draw(*wave.shape))]
+
+
+def random(batch: int, heads: int, length: int, head_dim: int, device: str) -> list[Tensor]:
+    """Scores like those of random weights, deviation 0.3: rows are dense."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (batch, heads, length, head_dim)
+    query, key, value = (torch.randn(shape, generator=generator, device=device) for _ in range(3))
+    return [t.to(torch.bfloat16).requires_grad_() for t in (query * 0.3, key, value)]
+
+
+def empty_share(tensors: list[Tensor], alpha: Tensor) -> float:
+    """Share of the tiles within the causal limit that carry no weight."""
+    from hf_entmax.ops.triton_gpu.launch import attention_forward
+
+    query = tensors[0]
+    scale = query.shape[-1] ** -0.5
+    arguments = Arguments(*tensors, alpha, None, None, None, None, 0.0, True, 0, 0.0, scale, 0.0)
+    with torch.no_grad():
+        flags = attention_forward(arguments, False, True, False)[4]
+    blocks = attention_blocks(query.shape[2], query.shape[3], query.shape[3], query.dtype)
+    row, col = (torch.arange(n, device=query.device) for n in flags.shape[2:])
+    reachable = col[None] * blocks.cols <= row[:, None] * blocks.rows + blocks.rows - 1
+    return 1 - float(flags.sum(dtype=torch.int64) / (reachable.sum() * flags.shape[0] * flags.shape[1]))
+
+
+def sparse(shape: tuple[int, int, int, int], wanted: float, alpha: Tensor, device: str) -> tuple[list[Tensor], float]:
+    """The problem whose share of empty tiles comes closest to what is wanted, by bisection, and its share."""
+    low, high = 0.0, 64.0
+    for _ in range(8 if shape[2] > 64 else 0):
+        middle = (low + high) / 2
+        if empty_share(make(*shape, middle, device), alpha) < wanted:
+            low = middle
+        else:
+            high = middle
+    tensors = make(*shape, high, device)
+    return tensors, empty_share(tensors, alpha)

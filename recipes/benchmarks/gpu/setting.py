@@ -1,0 +1,76 @@
+"""Where a part runs and how large its problems are; timing and goals, the same for all parts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_entmax.bench.timing import interleaved_times, quantile
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Setting:
+    """One run of a part.
+
+    Args:
+        out: the folder of what is found.
+        tiny: tiny problems on the CPU, interpreted.
+        seconds: what the part has.
+        smollm2: a folder with SmolLM2, or None.
+    """
+
+    out: Path
+    tiny: bool
+    seconds: float
+    smollm2: Path | None = None
+    _start: float = field(default_factory=time.monotonic)
+
+    @property
+    def device(self) -> str:
+        """Where tensors live."""
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left to the part."""
+        return self.seconds - (time.monotonic() - self._start)
+
+    def times(self, functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+        """Milliseconds of functions that take turns, by name; an implementation that fails is left out and named."""
+        return interleaved_times(functions, 1 if self.tiny else 30, self.device, min(seconds, max(self.left, 1.0)))
+
+
+def figures(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median and spread in milliseconds, by name."""
+    return {
+        name: {
+            "median": round(quantile(values, 0.5), 5),
+            "q20": round(quantile(values, 0.2), 5),
+            "q80": round(quantile(values, 0.8), 5),
+            "repeats": len(values),
+        }
+        for name, values in times.items()
+    }
+
+
+def goal(ratio: float, at_most: float) -> dict[str, Any]:
+    """A ratio beside the most it should be."""
+    return {"ratio": ratio, "at_most": at_most, "met": ratio <= at_most}
+
+
+def too_old(package: str, wanted: tuple[int, ...]) -> str | None:
+    """Why a package does not serve, with what to carry, or None."""
+    version = ".".join(map(str, wanted))
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} is not installed; carry the wheel of {package}>={version}"
+    if tuple(int(part) for part in found.split(".")[:2]) >= wanted:
+        return None
+    return f"{package} {found} is installed; carry the wheel of {package}>={version}"

@@ -1,0 +1,178 @@
+"""Attention, causal, bfloat16: ours with one learned alpha per head and at 1.5, against softmax and AdaSplash."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_entmax.bench.timing import peak_memory
+from hf_entmax.ops import entmax_attention
+
+from . import problems
+from .rows import Rows
+from .setting import Setting, figures, goal
+
+Attend = Callable[[], Tensor]
+
+
+class Case(NamedTuple):
+    """Length and head dimension; the share of empty tiles that is wanted, or None for rows as from random weights."""
+
+    length: int
+    head_dim: int
+    empty: float | None
+
+
+CASES = (
+    Case(16384, 64, 0.65),
+    Case(2048, 64, None),
+    Case(32768, 128, 0.65),
+    Case(512, 64, None),
+    Case(8192, 64, 0.65),
+    Case(16384, 128, 0.65),
+    Case(2048, 128, None),
+    Case(8192, 128, 0.65),
+    Case(32768, 64, 0.65),
+    Case(512, 128, None),
+)
+TINY = (Case(20, 16, None),)
+#: Tokens of a batch, and model width: as in training.
+TOKENS, WIDTH = 32768, 1024
+#: The largest ratio of our time to theirs, for forward + backward.
+SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash": 1.0, "adasplash_no_block_mask": 1.0}
+DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
+
+
+def run(rows: Rows, setting: Setting) -> None:
+    """Write the rows of this part."""
+    for case in TINY if setting.tiny else CASES:
+        kind = "as random weights" if case.empty is None else f"{case.empty:.0%} of tiles empty"
+        rows.run(f"n {case.length}, D {case.head_dim}, {kind}", lambda case=case: measure(case, setting))
+
+
+def measure(case: Case, setting: Setting) -> dict[str, Any]:
+    """Times of both passes and their ratios, after a check against float64."""
+    heads = 1 if setting.tiny else WIDTH // case.head_dim
+    shape = (1 if setting.tiny else max(1, TOKENS // case.length), heads, case.length, case.head_dim)
+    alpha = torch.linspace(1.3, 1.9, heads, device=setting.device).requires_grad_()
+    if case.empty is None:
+        tensors = problems.random(*shape, setting.device)
+        share = problems.empty_share(tensors, alpha)
+    else:
+        tensors, share = problems.sparse(shape, case.empty, alpha, setting.device)
+    error = check(tensors, alpha)
+    functions = implementations(tensors, alpha, eager=case.length <= 2048)
+    left_out = drop_failing(functions)
+    grad_out = torch.randn_like(tensors[2])
+    leaves = [*tensors, alpha]
+
+    def forward(attend: Attend) -> Callable[[], object]:
+        return torch.no_grad()(attend)
+
+    def both(attend: Attend) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attend(), leaves, grad_out, allow_unused=True)
+
+    found: dict[str, Any] = {"shape": shape, "empty_tiles": round(share, 4), "error": error, "left_out": left_out}
+    for mode, wrap in (("forward", forward), ("forward+backward", both)):
+        calls = {name: wrap(function) for name, function in functions.items()}
+        found[mode] = figures(setting.times(calls, seconds=8.0))
+    found["memory_mib"] = {name: round(peak_memory(both(f), setting.device), 1) for name, f in functions.items()}
+    if not setting.tiny and case.length <= 2048:
+        found["forward+backward, graph"] = figures(setting.times(captured(functions, both), seconds=4.0))
+    medians = {name: values["median"] for name, values in found["forward+backward"].items()}
+    goals = DENSE_GOALS if case.empty is None else SPARSE_GOALS
+    found["goals"] = {}
+    for name, most in goals.items():
+        ours = "ours_1.5" if name.startswith("adasplash") else "ours_learned"
+        if name in medians:
+            found["goals"][f"{ours} / {name}"] = goal(medians[ours] / medians[name], most)
+    if case.empty is not None:
+        found["goals"]["ours_learned / ours_1.5"] = goal(medians["ours_learned"] / medians["ours_1.5"], 1.05)
+    return found
+
+
+def check(tensors: list[Tensor], alpha: Tensor) -> float:
+    """The error of the last queries of one head against float64.
+
+    Raises:
+        ValueError: if it is not what bfloat16 explains.
+    """
+    with torch.no_grad():
+        out = entmax_attention(*tensors, alpha, is_causal=True, backend="triton")[0][:1, -1:, -64:].double()
+        last = [tensors[0][:1, -1:, -64:].double(), *(t[:1, -1:].double() for t in tensors[1:])]
+        expected = entmax_attention(*last, alpha[-1:].double(), is_causal=True, backend="torch")[0]
+    error = float((out - expected).abs().max())
+    if not error < 0.03:
+        raise ValueError(f"the kernel is off by {error:.3g}: nothing was timed")
+    return error
+
+
+def implementations(tensors: list[Tensor], alpha: Tensor, *, eager: bool) -> dict[str, Attend]:
+    """What is timed, by name."""
+    query, key, value = tensors
+
+    def sdpa() -> Tensor:
+        if query.device.type == "cpu":
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def eager_softmax() -> Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(unseen, float("-inf")).softmax(-1) @ value
+
+    found: dict[str, Attend] = {
+        "ours_learned": lambda: entmax_attention(query, key, value, alpha, is_causal=True, backend="triton")[0],
+        "ours_1.5": lambda: entmax_attention(query, key, value, 1.5, is_causal=True, backend="triton")[0],
+        "sdpa_flash": sdpa,
+        **({"eager_softmax": eager_softmax} if eager else {}),
+    }
+    try:
+        import adasplash  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return found
+    for name in ("adasplash", "adasplash_no_block_mask"):
+        if (function := getattr(adasplash, name, None)) is not None:
+            known = inspect.signature(function).parameters
+            options = {word: given for word, given in {"alpha": 1.5, "is_causal": True}.items() if word in known}
+            found[name] = functools.partial(function, query, key, value, **options)
+    return found
+
+
+def drop_failing(functions: dict[str, Attend]) -> dict[str, str]:
+    """Take out of ``functions`` what others wrote and does not run here, and say why; ours must run."""
+    reasons = {}
+    for name in [name for name in functions if not name.startswith("ours")]:
+        try:
+            functions[name]()
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            reasons[name] = f"{type(error).__name__}: {error}"[:300]
+            del functions[name]
+    return reasons
+
+
+def captured(
+    functions: dict[str, Attend], wrap: Callable[[Attend], Callable[[], object]]
+) -> dict[str, Callable[[], object]]:
+    """Replays of CUDA graphs: what is left when nobody waits for Python."""
+    graphs = {}
+    for name, function in functions.items():
+        call, graph, side = wrap(function), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            call()
+        graphs[name] = graph.replay
+    return graphs
