@@ -120,12 +120,12 @@ def expq(y, mapping, ALPHA: tl.constexpr):
         curvature = p
         log_p = tl.where(p == 0.0, 0.0, y)
     elif ALPHA == 1.5:
-        s = tl.where(off, 0.0, w)
+        s = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
         p = s * s
         curvature = tl.where(off, 0.0, 1.0)
         log_p = 2.0 * _LN_2 * fast_log2(safe)
     elif ALPHA == 2.0:
-        p = tl.where(off, 0.0, w)
+        p = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
         s = tl.where(off, 0.0, 1.0)
         curvature = s / safe
         log_p = _LN_2 * fast_log2(safe)
