@@ -29,6 +29,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD = 256
+# Sizes reach the kernels as float32, see `tiles.whole_numbers`.
+_LARGEST_SIZE = 1 << 24
 _OLDEST = (8, 0)
 # With these alphas by construction the kernels need no logarithm.
 _EXACT = (1.0, 1.5, 2.0)
@@ -62,6 +64,8 @@ def unsupported(
             return f"{name}: {tensor.dtype} differs from the {query.dtype} of query"
         if tensor.shape[-1] > _LARGEST_HEAD or tensor.shape[-1] == 0:
             return f"{name}: head dimension {tensor.shape[-1]} is not in 1 to {_LARGEST_HEAD}"
+        if max(tensor.shape) > _LARGEST_SIZE:
+            return f"{name}: a dimension of {max(tensor.shape)} is above {_LARGEST_SIZE}"
     for name, other in {"key": key, "value": value, "alpha": alpha, **options.tensors()}.items():
         if isinstance(other, Tensor):
             if other.device != query.device:

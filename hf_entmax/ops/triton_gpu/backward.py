@@ -23,11 +23,12 @@ from hf_entmax.ops.triton_gpu.tiles import (
     score_tile,
     select,
     store_rows,
+    whole_numbers,
     without_nonfinite,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_outer", "stride_inner", "n_outer", "n_inner"])
 def _compact_flags_kernel(flags, stride_outer, stride_inner, lists, counts, n_outer, n_inner, BLOCK: tl.constexpr):
     """For each outer block of each head, the inner blocks whose flag is set, in order.
 
@@ -152,6 +153,7 @@ def _entmax_attention_bwd_query_kernel(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
+    problem = whole_numbers(problem)
     H, T_q, n_q = problem.H, problem.T_q, problem.n_q
     pid = tl.program_id(0)
     block = n_q - 1 - pid % n_q if OPTIONS.CAUSAL else pid % n_q
@@ -242,6 +244,7 @@ def _entmax_attention_bwd_key_kernel(
     COLS: tl.constexpr = OPTIONS.COLS
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
+    problem = whole_numbers(problem)
     H, T_q, T_k, n_k = problem.H, problem.T_q, problem.T_k, problem.n_k
     n_kv_heads = H // problem.group
     pid = tl.program_id(0)
@@ -300,7 +303,7 @@ def _entmax_attention_bwd_key_kernel(
     store_rows(select(grad_value, batch, kv_head), value_acc, cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bias_batches", "bias_heads"])
 def _entmax_attention_bwd_bias_kernel(
     query,
     key,
@@ -328,6 +331,7 @@ def _entmax_attention_bwd_bias_kernel(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
+    problem = whole_numbers(problem)
     H, T_q, T_k, n_q, n_k = problem.H, problem.T_q, problem.T_k, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     tile = pid % (n_q * n_k)

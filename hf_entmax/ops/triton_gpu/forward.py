@@ -25,11 +25,12 @@ from hf_entmax.ops.triton_gpu.tiles import (
     score_tile,
     select,
     store_rows,
+    whole_numbers,
     without_nonfinite,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_k"])
 def _key_extent_kernel(key_mask, extent, T_k, BLOCK: tl.constexpr):
     """First real key and one past the last of each sequence, int32 ``[B, 2]``; ``(T_k, 0)`` when there is none."""
     batch = tl.program_id(0)
@@ -152,6 +153,7 @@ def _entmax_attention_fwd_kernel(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
+    problem = whole_numbers(problem)
     H, T_q, n_q, n_k = problem.H, problem.T_q, problem.n_q, problem.n_k
     pid = tl.program_id(0)
     # Causal blocks grow with their row: the longest start first, so that no long one is left for the end.

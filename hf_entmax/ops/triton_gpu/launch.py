@@ -73,7 +73,8 @@ class _Launch:
         if inputs.key_mask is not None:
             key_mask = _expanded(inputs.key_mask[:, None, None, :], (batch, heads, 1, keys))
         self.key_mask = key_mask
-        self.problem = Problem(
+        self.n_q, self.n_k = n_q, n_k
+        problem = Problem(
             B=batch,
             H=heads,
             group=heads // key.shape[1],
@@ -88,6 +89,7 @@ class _Launch:
             mask_floor=_floor(mask),
             bias_floor=_floor(bias),
         )
+        self.problem = Problem(*map(float, problem))
         options = Options(
             CAUSAL=inputs.is_causal,
             WINDOW=inputs.window > 0,
@@ -122,7 +124,7 @@ def attention_forward(inputs: Arguments, need_weights: bool, need_grad: bool, ne
     if _is_empty(inputs):
         return tuple(buffer.zero_() for buffer in buffers)
     call = _Launch(inputs, need_alpha)
-    n_q, n_k = call.problem.n_q, call.problem.n_k
+    n_q, n_k = call.n_q, call.n_k
     lists = torch.empty((call.planes, n_q, n_k), dtype=torch.int32, device=query.device)
     with _on_device(query):
         extent = None
@@ -172,7 +174,7 @@ def attention_backward(
         buffers = backward_buffers(inputs, need_alpha, need_bias, need_mask)
         return tuple(buffer.zero_() for buffer in buffers)
     call = _Launch(inputs, need_alpha)
-    n_q, n_k = call.problem.n_q, call.problem.n_k
+    n_q, n_k = call.n_q, call.n_k
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     grad_alpha = torch.empty_like(delta) if need_alpha else None

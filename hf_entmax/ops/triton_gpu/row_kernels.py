@@ -36,7 +36,7 @@ def _load_rows(alpha, row_max, rows, n_rows):
     return tl.load(row_max + rows, mask=rows < n_rows, other=0.0), mapping, tile_mapping
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _solve_rows_kernel(
     scores, row_max, alpha, floor, n_rows, n_cols, solved, max_passes,
     ALPHA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -76,7 +76,7 @@ def _solve_rows_kernel(
     tl.store(solved + 2 * n_rows + rows, expected, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _write_rows_kernel(
     scores, row_max, alpha, floor, n_rows, n_cols, shift, scale, out,
     ALPHA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

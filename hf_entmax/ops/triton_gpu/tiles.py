@@ -28,7 +28,7 @@ class Array(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The numbers of one call that change from call to call.
+    """The numbers of one call that change from call to call: see `whole_numbers`.
 
     ``group``: query heads per key head. ``n_q``, ``n_k``: blocks of queries and keys. ``window``: keys visible to a
     query, itself included. ``mask_floor``, ``bias_floor``: added terms below it mask their entry.
@@ -80,6 +80,30 @@ class ScoreTerms(NamedTuple):
     mask: Any
     bias: Any
     key_mask: Any
+
+
+@triton.jit
+def whole_numbers(problem):
+    """The ``Problem`` of a call, whose numbers are all floating point when they arrive, with its sizes as integers.
+
+    Triton compiles a kernel once more for an integer that is 1 and one that is a multiple of 16. Batches of many lengths would
+    compile for minutes; of numbers in a tuple only floating-point ones are spared that.
+    """
+    return Problem(
+        tl.cast(problem.B, tl.int32),
+        tl.cast(problem.H, tl.int32),
+        tl.cast(problem.group, tl.int32),
+        tl.cast(problem.T_q, tl.int32),
+        tl.cast(problem.T_k, tl.int32),
+        tl.cast(problem.n_q, tl.int32),
+        tl.cast(problem.n_k, tl.int32),
+        problem.scale,
+        problem.softcap,
+        tl.cast(problem.window, tl.int32),
+        problem.dropout,
+        problem.mask_floor,
+        problem.bias_floor,
+    )
 
 
 @triton.jit

@@ -57,6 +57,8 @@ CASES: dict[str, Case | None] = {
         queries=1, keys=1, batch=1, heads=1, options=("is_causal", "position_bias", "padding", "sliding_window")
     ),
     "decoding": Case(queries=1, keys=4096),
+    # Two steps of other sizes: they should be the same kernels.
+    "sizes": Case(options=("is_causal", "padding", "sliding_window")),
     **{
         f"{dtype}-{head_dim}{'' if alpha is None else f' at {alpha}'}": Case(getattr(torch, dtype), head_dim, alpha)
         for dtype, alpha in (("bfloat16", None), ("bfloat16", 1.5), ("float16", None), ("float32", None))
@@ -105,18 +107,25 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
             return 0
 
     compiled: dict[str, Any] = {}
+    variants: dict[str, set[str]] = {}
     launch: Any = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = compiled[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
+        variants.setdefault(self.__name__, set()).add(kernel.hash)
 
     driver.set_active(Target())  # type: ignore[arg-type]
     JITFunction.run = compile_only  # type: ignore[method-assign]
     # Tensors on the CPU are taken, as by the interpreter, which is not used.
     triton_gpu._INTERPRETED = True
     case = CASES[name]
-    attend(case) if case is not None else solve()
-    return {kernel: describe(found) for kernel, found in compiled.items()}
+    if case is None:
+        solve()
+    else:
+        attend(case)
+        if name == "sizes":
+            attend(case._replace(queries=100, keys=1000, batch=1, heads=32))
+    return {kernel: {**describe(found), "variants": len(variants[kernel])} for kernel, found in compiled.items()}
 
 
 def attend(case: Case) -> None:
