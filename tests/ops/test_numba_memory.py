@@ -14,7 +14,8 @@ import ctypes, itertools, mmap, sys
 import torch
 from hf_entmax.ops import numba_cpu
 from hf_entmax.ops.numba_cpu.row_host import solve_rows
-from hf_entmax.ops.numba_cpu import host, row_host
+from hf_entmax.ops import exact_sparse_attention, sketch_keys
+from hf_entmax.ops.numba_cpu import exact_host, host, row_host
 from hf_entmax.ops.options import AttentionOptions
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -28,7 +29,7 @@ def guarded(size):
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1), offset=pages * PAGE - max(size, 1))
     return tensor.fill_(127)
 
-host.storage = row_host.storage = guarded
+host.storage = row_host.storage = exact_host.storage = guarded
 host._SMALL_STORAGE = 0
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -55,6 +56,14 @@ for (T_q, T_k, D), alphas, sharpness in itertools.product(sizes, [(1.0, 1.1), (1
 for length, u, scale in itertools.product([1, 2, 15, 16, 17, 33, 200, 1001], [0.0, 0.1, 0.5, 0.7, 1.0, 2.0], [0.0, 3.0]):
     solve_rows(scale * torch.randn(19, length), u)
     count += 1
+for T_q, T_k, D, bits, kind in itertools.product([1, 3], [1, 40, 64, 300], [5, 16, 40], [4, 8], ["float32", "bfloat16"]):
+    query = 2 * torch.randn(2, 4, T_q, D)
+    key, value = torch.randn(2, 2, 2, T_k, D).to(getattr(torch, kind))
+    alpha, sink = torch.tensor([1.0, 1.2, 1.5, 3.0]), torch.zeros(4)
+    for options in ({}, {"softcap": 2.0, "sink": sink}, {"is_causal": True, "sliding_window": 20}):
+        out, _ = exact_sparse_attention(query, sketch_keys(key, bits, 16), key, value, alpha, backend="numba", **options)
+        assert out.isfinite().all()
+        count += 1
 print(count)
 """
 
@@ -63,4 +72,4 @@ print(count)
 def test_nothing_behind_the_memory_of_the_host_is_touched():
     run = fresh.run(_GUARDED, after="torch")
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr[-2000:]}"
-    assert int(run.stdout) > 400
+    assert int(run.stdout) > 600

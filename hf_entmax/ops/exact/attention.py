@@ -16,6 +16,9 @@ from hf_entmax.ops.exact.sketch import KeySketch
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.sparse_rows import SparseRows
 
+# The kernels take queries one by one: with more of them, dense arithmetic on what was gathered for all is faster.
+_FEW_QUERIES = 16
+
 
 class SparseCounts(NamedTuple):
     """What was read, summed over the queries of a call; int64 ``[B, H]`` each.
@@ -107,8 +110,9 @@ def exact_sparse_attention(
         )
     module = backends.kernel_module(backend, query, key, value, alpha, options)
     kernel = getattr(module, "exact_sparse_attention", None)
-    if kernel is not None:
-        return kernel(query, sketch, key, value, alpha, options, sink)
+    if kernel is not None and query.shape[2] <= _FEW_QUERIES and 0 not in (query.numel(), key.numel()):
+        out, counts = kernel(query, sketch, key, value, alpha, options, sink)
+        return out, SparseCounts(*counts)
     return gathered_attention(query, sketch, key, value, alpha, options, sink, backend)
 
 

@@ -21,7 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.exact.sketch import HALF_STEP, KeySketch
+from hf_entmax.ops.exact.sketch import KeySketch
+from hf_entmax.ops.numba_cpu.layout import HALF_STEP
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import compute_dtype, shift_of, solve_centred, weights_at
 

@@ -16,15 +16,10 @@ import math
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.numba_cpu.layout import LANES, PLANES
 from hf_entmax.ops.solve import compute_dtype
 
-#: Bits per channel -> the planes its codes are stored in: bits of the plane, and how far its bits stand to the left.
-PLANES = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 2), (2, 0)), 8: ((8, 0),)}
-#: Keys that lie beside each other in memory, and the number that a page is a multiple of.
-LANES = 16
 _LARGEST_PAGE = 128
-#: Half a step, and the rounding of the quotient that a code is rounded from (255 * 2**-23 at most).
-HALF_STEP = 0.5001
 # Relative and absolute rounding of float16, twice.
 _COARSE, _TINY = 2.0**-10, 6e-8
 # Entries of keys that are quantised at a time, so that temporaries stay small.

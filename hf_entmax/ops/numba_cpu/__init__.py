@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch._C import _len_torch_dispatch_stack
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import masked_below
 from hf_entmax.ops.sparse_rows import SparseRows
+
+if TYPE_CHECKING:
+    from hf_entmax.ops.exact.sketch import KeySketch
 
 _peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
@@ -122,6 +126,27 @@ def attention(
         return run_sparse(inputs, Options(*flat[:-1], need_weights=False))
     out, weights, _ = run_forward(inputs, number, Options(*flat), keep=False)
     return out, weights
+
+
+def exact_sparse_attention(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`hf_entmax.ops.exact_sparse_attention` on the CPU: the output, and its counts as one int64 tensor ``[3, B, H]``.
+
+    Keys and values are read where they lie, in their dtype; the sketch of a key head is read once for all its query heads.
+    """
+    from .exact_host import attend
+
+    if not isinstance(alpha, Tensor):
+        alpha = torch.tensor(float(alpha), dtype=torch.float64)
+    mask, bias = _with_infinities(options.attention_mask), _with_infinities(options.position_bias)
+    return attend(query, sketch, key, value, alpha, mask, bias, options, sink)
 
 
 def _with_infinities(term: Tensor | None) -> Tensor | None:

@@ -84,6 +84,40 @@ RECORD = np.dtype(
     [(name, np.int64) for name in (*_ADDRESSES, *_SIZES)] + [(name, np.float64) for name in _NUMBERS], align=True
 )
 
+_EXACT_ADDRESSES = (
+    # The sketch, by page: codes uint8, low and step float16, norm float32; all are contiguous within a (batch, key head).
+    *(f"{name}{suffix}" for name in ("codes", "low", "step", "norm") for suffix in ("", "_b", "_h")),
+    "upper",  # float32: upper bounds of the scores of the sketched keys, one row after the other
+    "tops",  # float32 [rows, pages]: the largest of each page
+    "widths",  # float32 [rows, pages]: how far below them the lower bounds lie
+    "sinks",  # float64 [H]: one more score without a value, or 0
+    "total",  # int64 [B * H * T_q]: keys that are visible, read, and with weight
+    "read",
+    "nonzero",
+)
+_EXACT_SIZES = (
+    "key_kind",  # 0 float32, 1 bfloat16, 2 float16
+    "value_kind",
+    "key_dim",  # head dimensions as they are
+    "value_dim",
+    "page_size",
+    "pages",  # of the sketch
+    "upper_bytes",  # of a row of upper bounds
+    "weights_at",
+    "scalars_at",
+    "tops_at",
+    "norms_at",
+    "wide_at",
+)
+_EXACT_NUMBERS = ("rounding", "least_u")
+
+#: What the kernels of exact sparse attention are told.
+EXACT_RECORD = np.dtype(
+    [(name, np.int64) for name in (*_ADDRESSES, *_SIZES, *_EXACT_ADDRESSES, *_EXACT_SIZES)]
+    + [(name, np.float64) for name in (*_NUMBERS, *_EXACT_NUMBERS)],
+    align=True,
+)
+
 #: What the kernels for independent rows are told.
 ROWS_RECORD = np.dtype(
     [

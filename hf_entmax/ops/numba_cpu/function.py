@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,18 +33,24 @@ def _is_empty(inputs: Inputs) -> bool:
     return 0 in (inputs.query.numel(), inputs.key.numel(), inputs.value.numel())
 
 
+def limits_and_mask(mask: Tensor | None, real_keys: Tensor | None) -> tuple[Tensor | None, np.ndarray | None]:
+    """The mask, with the padding where that has holes, and the limits of the real keys [B, 2], or None without padding."""
+    if real_keys is None:
+        return mask, None
+    limits, contiguous = key_limits(real_keys)
+    if not contiguous:
+        holes = real_keys[:, None, None, :]
+        if mask is None:
+            mask = holes
+        elif mask.dtype == torch.bool:
+            mask = mask & holes
+        else:
+            mask = mask.masked_fill(~holes, -torch.inf)
+    return mask, limits
+
+
 def _call(inputs: Inputs, seed: int, options: Options) -> Call:
-    mask, limits = inputs.mask, None
-    if inputs.real_keys is not None:
-        limits, contiguous = key_limits(inputs.real_keys)
-        if not contiguous:
-            holes = inputs.real_keys[:, None, None, :]
-            if mask is None:
-                mask = holes
-            elif mask.dtype == torch.bool:
-                mask = mask & holes
-            else:
-                mask = mask.masked_fill(~holes, -torch.inf)
+    mask, limits = limits_and_mask(inputs.mask, inputs.real_keys)
     return Call(*inputs[:4], mask, inputs.bias, limits, seed, options)
 
 
@@ -53,7 +60,7 @@ def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
-def _in_rows_layout(tensor: Tensor, like: Tensor) -> Tensor:
+def in_rows_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Cut off the padding of the head dimension, return to the caller's dtype, and lie in memory as [B, T, H, D]."""
     if tensor.dtype == like.dtype and tensor.shape[-1] == like.shape[-1] and tensor.transpose(1, 2).is_contiguous():
         return tensor
@@ -79,7 +86,7 @@ def run_forward(
     terms = (inputs.mask, inputs.bias)
     store_gradient = keep and any(t is not None and t.requires_grad for t in terms)
     out, weights, support = _call(inputs, seed, options).forward(keep, store_gradient)
-    return _in_rows_layout(out, value), None if weights is None else weights.to(value.dtype), support
+    return in_rows_layout(out, value), None if weights is None else weights.to(value.dtype), support
 
 
 def run_sparse(inputs: Inputs, options: Options) -> tuple[Tensor, SparseRows | Tensor]:
@@ -100,8 +107,8 @@ def run_sparse(inputs: Inputs, options: Options) -> tuple[Tensor, SparseRows | T
     assert support is not None
     weights = call.weights_of(support)
     if isinstance(weights, Tensor):
-        return _in_rows_layout(out, value), weights.to(value.dtype)
-    return _in_rows_layout(out, value), weights._replace(weights=weights.weights.to(value.dtype))
+        return in_rows_layout(out, value), weights.to(value.dtype)
+    return in_rows_layout(out, value), weights._replace(weights=weights.weights.to(value.dtype))
 
 
 def run_backward(
@@ -210,7 +217,7 @@ def attention_backward_operator(
         if gradient is None or tensor is None:
             results.append(query.new_empty(0))
         else:
-            results.append(_in_rows_layout(gradient, tensor) if position < 3 else gradient.contiguous())
+            results.append(in_rows_layout(gradient, tensor) if position < 3 else gradient.contiguous())
     return results
 
 

@@ -35,6 +35,15 @@ GROUP_SHIFT = GROUP_COUNT + VECTOR
 GROUP_STEP = GROUP_SHIFT + VECTOR
 GROUP_BYTES = GROUP_STEP + VECTOR
 
+#: Of a key sketch: bits per channel -> the planes of its codes (bits of the plane, how far they stand to the left), and
+#: the int8 parts that the kernel splits a weight of the codes into.
+PLANES = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 2), (2, 0)), 8: ((8, 0),)}
+WEIGHT_PLANES = {2: 1, 4: 1, 6: 2, 8: 2}
+#: Half a step, and the rounding of the quotient that a code is rounded from (255 * 2**-23 at most).
+HALF_STEP = 0.5001
+#: Rows whose bounds are computed at a time.
+BOUND_ROWS = 4
+
 
 def vectors(size: int) -> int:
     """How many vectors hold ``size`` floats."""
@@ -100,6 +109,28 @@ def backward_scratch(value_vectors: int, padded_keys: int, block_rows: int, span
         "dropped_at": dropped,
         "scratch_bytes": _whole(dropped + 4 * block_rows * span),
     }
+
+
+def bounds_scratch(depth_vectors: int, rows: int) -> dict[str, int]:
+    """Scratch of a thread that computes bounds for ``rows`` rows: their queries, then what a few rows need for a page."""
+    weights = VECTOR * depth_vectors * (rows + 1)
+    scalars = weights + 2 * LANES * depth_vectors * BOUND_ROWS
+    tops = scalars + 16 * BOUND_ROWS
+    return {
+        "weights_at": weights,
+        "scalars_at": scalars,
+        "tops_at": tops,
+        "norms_at": tops + VECTOR * BOUND_ROWS,
+        "scratch_bytes": _whole(tops + VECTOR * BOUND_ROWS + 8 * rows),
+    }
+
+
+def exact_scratch(depth_vectors: int, value_vectors: int, keys: int) -> dict[str, int]:
+    """Scratch of a thread that solves one row at a time: its query, sixteen keys or values, lists of all keys."""
+    wide = VECTOR * depth_vectors
+    rows = wide + VECTOR * LANES * max(depth_vectors, value_vectors)
+    row = _row_bytes(keys)
+    return {"wide_at": wide, "rows_at": rows, "row_bytes": row, "scratch_bytes": _whole(rows + 8 * row)}
 
 
 def rows_scratch(length: int) -> dict[str, int]:

@@ -45,7 +45,8 @@ _DEEPEST = 104.0
 
 
 @jit_inline
-def _term(address, stride_b, stride_h, stride_t, b, h, i):
+def term_row(address, stride_b, stride_h, stride_t, b, h, i):
+    """Where the row of an additive term or mask begins."""
     return address + b * stride_b + h * stride_h + i * stride_t
 
 
@@ -77,7 +78,7 @@ def row_limits(r, b, h, i):
         low = max(low, i + offset - r.window + 1)
     if r.mask_kind != 0:
         # Padding and causal limits handed over as a dense mask: skip what it forbids at both ends.
-        row = _term(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i)
+        row = term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i)
         while high - LANES >= low and not _mask_allows_any(r.mask_kind, row, high - LANES):
             high -= LANES
         while high > low and not _mask_allows(r.mask_kind, row, high - 1):
@@ -97,7 +98,8 @@ def noted_limits(limits, t):
 
 
 @jit
-def _cap(s, low, high, softcap):
+def cap(s, low, high, softcap):
+    """Softcap, in place on the columns [low, high) and up to a vector more."""
     inverse, factor = splat(_f(1.0 / softcap)), splat(_f(softcap))
     for j in range(low, high, LANES):
         store(s + 4 * j, tanh(load(s + 4 * j) * inverse) * factor)
@@ -133,13 +135,13 @@ def _forbid(s, low, high, row):
 def add_terms(r, s, b, h, i, low, high):
     """Softcap, then position bias and mask, in place on the columns [low, high)."""
     if r.softcap != 0.0:
-        _cap(s, low, high, r.softcap)
+        cap(s, low, high, r.softcap)
     if r.bias != 0:
-        _add(s, low, high, _term(r.bias, r.bias_b, r.bias_h, r.bias_t, b, h, i))
+        _add(s, low, high, term_row(r.bias, r.bias_b, r.bias_h, r.bias_t, b, h, i))
     if r.mask_kind == 1:
-        _forbid(s, low, high, _term(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i))
+        _forbid(s, low, high, term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i))
     elif r.mask_kind == 2:
-        _add(s, low, high, _term(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i))
+        _add(s, low, high, term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i))
 
 
 @jit
