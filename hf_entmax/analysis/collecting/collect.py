@@ -313,14 +313,11 @@ def _table(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
 def _wanted_groups(groups: Sequence[str] | None, batch: Mapping[str, Any], table: TokenTable | None) -> frozenset[str]:
     if groups is not None:
         return frozenset(groups)
-    wanted = {"sparsity", "diversity", "position", "roles"}
-    if table is not None or batch.get("word_ids") is not None:
-        wanted.add("words")
-    if batch.get("dependency_heads") is not None:
-        wanted.add("dependency")
-    if batch.get("sure_links") is not None:
-        wanted.add("alignment")
-    return frozenset(wanted)
+    keys = {"words": "word_ids", "dependency": "dependency_heads", "alignment": "sure_links"}
+    given = {
+        group for group, key in keys.items() if batch.get(key) is not None or (group == "words" and table is not None)
+    }
+    return frozenset({"sparsity", "diversity", "position", "roles", *given})
 
 
 def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:

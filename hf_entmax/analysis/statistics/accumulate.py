@@ -201,9 +201,5 @@ def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> 
 
 def grown(sums: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor, filled up with zeros where it is smaller than ``shape``."""
-    shape = tuple(map(max, sums.shape, shape))
-    if shape == tuple(sums.shape):
-        return sums
-    result = sums.new_zeros(shape)
-    result[tuple(slice(size) for size in sums.shape)] = sums
-    return result
+    missing = [max(wanted - size, 0) for wanted, size in zip(shape, sums.shape, strict=True)]
+    return torch.nn.functional.pad(sums, [size for after in reversed(missing) for size in (0, after)])

@@ -226,10 +226,7 @@ def gather_collection(
     statistics.extremes = {}
     for part in parts:
         for site, extremes in part.extremes.items():
-            if site in statistics.extremes:
-                statistics.extremes[site].merge(extremes)
-            else:
-                statistics.extremes[site] = extremes
+            statistics.extremes.setdefault(site, SentenceExtremes(0, 0)).merge(extremes)
     for extremes in statistics.extremes.values():
         wanted = extremes.wanted()
         extremes.texts = {index: text for index, text in sorted(extremes.texts.items()) if index in wanted}

@@ -77,11 +77,8 @@ class SentenceExtremes:
     def merge(self, other: SentenceExtremes) -> None:
         """Adds what another process has seen."""
         self._grow(*other.values.shape[1:3])
-        values = torch.full_like(self.values, float("-inf"))
-        indices = torch.full_like(self.indices, -1)
-        at = (slice(None), slice(0, other.values.shape[1]), slice(0, other.values.shape[2]))
-        values[at], indices[at] = other.values, other.indices
-        self._keep(values, indices)
+        other._grow(*self.values.shape[1:3])
+        self._keep(other.values, other.indices)
         self.texts.update(other.texts)
 
     def _keep(self, values: Tensor, indices: Tensor) -> None:
@@ -96,10 +93,9 @@ class SentenceExtremes:
 
     def _grow(self, num_layers: int, num_heads: int) -> None:
         layers, heads = self.values.shape[1:3]
-        if num_layers > layers or num_heads > heads:
-            wider = SentenceExtremes(max(num_layers, layers), max(num_heads, heads))
-            wider.values[:, :layers, :heads], wider.indices[:, :layers, :heads] = self.values, self.indices
-            self.values, self.indices = wider.values, wider.indices
+        more = (0, 0, 0, 0, 0, max(num_heads - heads, 0), 0, max(num_layers - layers, 0))
+        self.values = torch.nn.functional.pad(self.values, more, value=float("-inf"))
+        self.indices = torch.nn.functional.pad(self.indices, more, value=-1)
 
     def wanted(self) -> set[int]:
         """Numbers of all sentences referred to."""

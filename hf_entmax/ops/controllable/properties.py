@@ -109,59 +109,65 @@ _CONE = (
     Claim("option", {"q": 0.0}, refuted_by=(1.0, 0.5, 0.2), change=4.0, condition="q = 0"),
 )
 
-#: Function, options, the claims in the order of ``PROPERTIES``, Lipschitz constant, and domain where it is not all.
-_ROWS: tuple[tuple[Callable[..., Tensor], Mapping[str, float], tuple[Claim, ...], Lipschitz, str], ...] = (
-    (
+
+def _row(
+    function: Callable[..., Tensor],
+    options: Mapping[str, float],
+    claims: tuple[Claim, ...],
+    lipschitz: Lipschitz,
+    domain: str = "all",
+) -> Properties:
+    """``claims`` stand in the order of ``PROPERTIES``."""
+    return Properties(function, options, dict(zip(PROPERTIES, claims, strict=True)), lipschitz, domain)
+
+
+_ROWS = (
+    _row(
         mappings.sum_normalization,
         {},
         (_YES, _YES, _MOVES, _YES, _no(1.0, -2.0, condition="z ≥ 0, z ≠ 0")),
         _steep(lambda t: (1 / t, 2 / t)),
         "positive",
     ),
-    (
+    _row(
         mappings.spherical_softmax,
         {},
         (_NOT_IDEMPOTENT, _NOT_MONOTONIC, _MOVES, _YES, _no(0.0, 0.0, condition="z ≠ 0")),
         _steep(lambda t: (1 / t, 2 / t)),
-        "all",
     ),
-    (
+    _row(
         mappings.softmax,
         {"temperature": 1.0},
         (_NOT_IDEMPOTENT, _YES, _YES, _SCALES, _YES),
         Lipschitz("1/(2T)", lambda k, options: 0.5 / options["temperature"]),
-        "all",
     ),
-    (sparsemax, {}, (_YES, _YES, _YES, _SCALES, _YES), Lipschitz("1", lambda k, options: 1.0), "all"),
-    (
+    _row(sparsemax, {}, (_YES, _YES, _YES, _SCALES, _YES), Lipschitz("1", lambda k, options: 1.0)),
+    _row(
         mappings.sparsegen_lin,
         {"lam": 0.5},
         (Claim("option", {"lam": 0.0}, (0.5, 0.3, 0.2), condition="λ = 0"), _YES, _YES, _SCALES, _YES),
         Lipschitz("1/(1−λ)", lambda k, options: 1 / (1 - options["lam"])),
-        "all",
     ),
-    (
+    _row(
         mappings.sparsegen_exp,
         {"lam": 0.0},
         (_NOT_IDEMPOTENT, _YES, _no(0.1, 0.0), _no(0.1, 0.0, change=3.0), _YES),
         _steep(lambda t: (math.log(t), math.log(t + 0.5))),
-        "all",
     ),
-    (
+    _row(
         mappings.sparsegen_sq,
         {"lam": 0.0},
         (_NOT_IDEMPOTENT, _NOT_MONOTONIC, _no(0.1, 0.2), _no(0.1, 0.2, change=3.0), _YES),
         _steep(lambda t: (t, math.sqrt(t * t + 0.5))),
-        "all",
     ),
-    (
+    _row(
         mappings.sparsegen_log,
         {"lam": 0.0},
         (_NOT_IDEMPOTENT, _YES, _MOVES, _YES, _no(1.0, -2.0, condition="z > 0")),
         _steep(lambda t: (1 / t, 1.5 / t)),
         "positive",
     ),
-    (
+    _row(
         mappings.sparsecone,
         {"q": 1.0},
         (*_CONE, _no(-2.0, -3.0, condition="Σz > −Kq")),
@@ -169,24 +175,21 @@ _ROWS: tuple[tuple[Callable[..., Tensor], Mapping[str, float], tuple[Claim, ...]
         _steep(lambda t: (-1.0 + 1 / t, -1.0 + 1.2 / t)),
         "sum",
     ),
-    (
+    _row(
         mappings.sum_normalization_pp,
         {},
         (_YES, _YES, _no(1.0, 0.5, 0.2), _YES, _no(1.0, -1.0, condition="Σz ≠ 0")),
         _steep(lambda t: (1 / t, 1.2 / t)),
         "sum",
     ),
-    (
+    _row(
         mappings.sparsehourglass,
         {"q": 1.0},
         (*_CONE, Claim("option", {"q": 0.5}, condition="q > 0")),
         Lipschitz("√((1+1/(Kq))² + (K−1)/(Kq)²)", _hourglass_constant),
-        "all",
     ),
 )
-TABLE: dict[str, Properties] = {
-    row[0].__name__: Properties(row[0], row[1], dict(zip(PROPERTIES, row[2], strict=True)), *row[3:]) for row in _ROWS
-}
+TABLE: dict[str, Properties] = {row.function.__name__: row for row in _ROWS}
 
 
 def markdown_table() -> str:
