@@ -206,10 +206,8 @@ class _Run:
 
     def collect(self, batches: Any, items: Sequence[Any], what: str = "", **options: Any) -> AttentionStatistics:
         options |= {"tokenizer": self.tokenizer, "interrogatives": INTERROGATIVE_WORDS[self.language]}
-        name = f"{self.name} ({what})" if what else self.name
-        return collect(
-            self.model, batches, total=self.total(items), on_error="skip", name=name, **self.shared, **options
-        )
+        options |= {"name": f"{self.name} ({what})" if what else self.name, "on_error": "skip", **self.shared}
+        return collect(self.model, batches, total=self.total(items), **options)
 
     def measure(
         self, records: list[TextRecord], sentences: list[DependencySentence], pairs: list[AlignedPair]
@@ -234,7 +232,7 @@ class _Run:
         return statistics
 
     def _gold(
-        self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: list[Any], sites: Any
+        self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: list, sites: Any
     ) -> None:
         encoder = self.encoder()
         try:
@@ -341,9 +339,7 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(entry)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{entry}: no tokenizer can be loaded from there ({error}). Save it with the model."
-        ) from error
+        raise ValueError(f"{entry}: no tokenizer can be loaded there ({error}). Save it with the model.") from error
     return loaded.to(device), tokenizer
 
 

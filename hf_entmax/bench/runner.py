@@ -199,9 +199,8 @@ def _measure_case(
             ratio = None if name == ours or middle == 0 else base / middle
             unit = "MiB" if mode == "memory" else "ms"
             shown = density if name.startswith("ours") or name == "entmax_bisect" else None
-            rows.append(
-                _row((case.name, name, mode), measured, unit, (ratio, targets.get(name), shown), device, str(dtype))
-            )
+            told = (ratio, targets.get(name), shown)
+            rows.append(_row((case.name, name, mode), measured, unit, told, device, str(dtype)))
     return rows
 
 
@@ -213,9 +212,7 @@ def _checked(name: str, problem: Problem, dtype: torch.dtype) -> Callable[[], to
         out, exact = function().double(), reference_output(problem, kind)
     error = ((out - exact).abs().max() / exact.abs().max()).item()
     if not error <= _TOLERANCE[dtype]:
-        raise RuntimeError(
-            f"{name} is wrong in case {problem.case.name!r}: its output is off by {error:.1e} (relative)."
-        )
+        raise RuntimeError(f"{name} is wrong in case {problem.case.name!r}: it is off by {error:.1e} (relative).")
     return function
 
 

@@ -264,9 +264,7 @@ def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
     """
     several = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs] * len(models)
     if len(several) != len(models):
-        raise ValueError(
-            f"{len(several)} dictionaries of inputs do not fit {len(models)} models: give one, or one each."
-        )
+        raise ValueError(f"{len(several)} dictionaries of inputs for {len(models)} models: give one, or one each.")
     ready = []
     for one, model in zip(several, models, strict=True):
         if not isinstance(one, Mapping):

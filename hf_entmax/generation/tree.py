@@ -11,6 +11,9 @@ from typing import Any
 from hf_entmax.generation.labels import STYLE, labeller, new_figure, percent
 from hf_entmax.generation.results import SearchResult
 
+#: Tokens and probability of a hypothesis, and whether it ended by itself.
+Entry = tuple[list[int], float, bool]
+
 
 @dataclasses.dataclass
 class TreeNode:
@@ -112,16 +115,14 @@ def hypothesis_tree(result: SearchResult, tokenizer: Any = None) -> HypothesisTr
     return HypothesisTree(_grow([], entries, 0, math.nan, text), result.pruned_mass)
 
 
-def _grow(
-    labels: list[str], entries: list[tuple[list[int], float, bool]], depth: int, parent: float, text: Any
-) -> TreeNode:
+def _grow(labels: list[str], entries: list[Entry], depth: int, parent: float, text: Any) -> TreeNode:
     """The node of entries that share their first ``depth`` tokens; as far as they share more, it goes on."""
     mass = math.fsum(p for _, p, _ in entries)
     share = 1.0 if math.isnan(parent) or parent == 0 else mass / parent
     labels = list(labels)
     while True:
         ended = [done for tokens, _, done in entries if len(tokens) == depth]
-        following: dict[int, list[tuple[list[int], float, bool]]] = {}
+        following: dict[int, list[Entry]] = {}
         for entry in entries:
             if len(entry[0]) > depth:
                 following.setdefault(entry[0][depth], []).append(entry)

@@ -149,9 +149,8 @@ class LinearEntmaxLossFunction(torch.autograd.Function):
         slopes = torch.empty_like(losses) if need_slope else None
         gradients = _Gradients(layer, rows, needs) if scale is not None and any(needs) else None
         for block, u, logits in _chunks(hidden, alpha, layer, chunk):
-            result = row_losses(
-                logits, target[block], u, keep=None, smoothing=layer.smoothing, need_alpha_slope=need_slope
-            )
+            options = {"smoothing": layer.smoothing, "need_alpha_slope": need_slope}
+            result = row_losses(logits, target[block], u, keep=None, **options)
             losses[block] = result.losses
             if slopes is not None:
                 slopes[block] = result.alpha_slopes  # type: ignore[assignment]

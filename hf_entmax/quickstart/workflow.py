@@ -271,7 +271,7 @@ class _Quickstart:
             if (error.name or "").split(".")[0] != "matplotlib":
                 raise
             self.print(
-                f"[yellow]No figures were drawn[/]: {error}. Install them with: pip install 'hf_entmax[figures]'"
+                f"[yellow]No figures were drawn[/]: {error}. Install matplotlib: pip install 'hf_entmax[figures]'"
             )
         title, path = "English verbs: entmax and softmax", self.out / "report.html"
         report = write_report([after, before], path, title=title, figures=bool(files))

@@ -314,10 +314,9 @@ def _wanted_groups(groups: Sequence[str] | None, batch: Mapping[str, Any], table
     if groups is not None:
         return frozenset(groups)
     keys = {"words": "word_ids", "dependency": "dependency_heads", "alignment": "sure_links"}
-    given = {
-        group for group, key in keys.items() if batch.get(key) is not None or (group == "words" and table is not None)
-    }
-    return frozenset({"sparsity", "diversity", "position", "roles", *given})
+    given = {group for group, key in keys.items() if batch.get(key) is not None}
+    words = {"words"} if table is not None else set()
+    return frozenset({"sparsity", "diversity", "position", "roles", *words, *given})
 
 
 def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:

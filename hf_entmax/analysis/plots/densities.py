@@ -117,9 +117,7 @@ def head_diversity(models: Any) -> Figure:
                 axis.plot(range(len(values[site])), values[site].numpy(), **style.line_look(place), label=name or None)
         axis.set(title=style.site_title(site), xlabel="layer")
         style.whole_numbers(axis.xaxis)
-    everything = [
-        value for values in named.values() for per_layer in values.values() for value in style.finite(per_layer)
-    ]
+    everything = [value for values in named.values() for layers in values.values() for value in style.finite(layers)]
     axes[0][0].set_ylim(0, max(1.08 * max(everything, default=1.0), 0.05))
     if len(named) > 1:
         axes[0][-1].legend(loc="best")

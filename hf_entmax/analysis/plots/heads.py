@@ -66,9 +66,7 @@ def attention_maps(
     return figure
 
 
-def _check_map(
-    title: str, weights: Tensor, rows: Any, keys: Any
-) -> tuple[str, Tensor, list[str] | None, list[str] | None]:
+def _check_map(title: str, weights: Tensor, rows: Any, keys: Any) -> tuple[str, Tensor, Any, Any]:
     weights = torch.as_tensor(weights).detach().float().cpu()
     if weights.dim() != 2:
         raise ValueError(f"weights must be [T_q, T_k], got {list(weights.shape)}: choose one sentence and one head.")

@@ -94,11 +94,11 @@ def _from_pharaoh(line: str, where: str) -> AlignedPair:
 
 
 def _pair(
-    source: list[str], target: list[str], sure: object, possible: object, where: str, identifier: str = ""
+    source: list[str], target: list[str], sure: object, possible: object, where: str, name: str = ""
 ) -> AlignedPair:
     size = len(source), len(target)
     links = _links(sure, *size, f"{where}: sure"), _links(possible, *size, f"{where}: possible")
-    return AlignedPair(tuple(source), tuple(target), *links, identifier)
+    return AlignedPair(tuple(source), tuple(target), *links, name)
 
 
 def _links(links: object, num_source: int, num_target: int, where: str) -> tuple[tuple[int, int], ...]:

@@ -100,9 +100,7 @@ def _read_columns(path: Path, source: str | None, target: str | None) -> Iterato
         yield TextRecord(row[places[0]].strip(), None if places[1] is None else row[places[1]].strip())
 
 
-def _places(
-    names: list[str] | None, width: int, source: str | None, target: str | None, path: Path
-) -> tuple[int, int | None]:
+def _places(names: list[str] | None, width: int, source: Any, target: Any, path: Path) -> tuple[int, int | None]:
     def find(name: str | None, usual: Sequence[str]) -> int | None:
         if name is not None:
             if name.isdigit() and (names is None or name not in names) and int(name) < width:

@@ -95,7 +95,7 @@ def _parse(record: Any, where: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
             if tensor.dim() not in dimensions:
                 shape = " or ".join("[layers][heads]" if count == 2 else "[layers]" for count in dimensions)
                 raise ValueError(
-                    f"{where}: {what} of {site!r} must be numbers by {shape}, not {tensor.dim()} dimension(s)."
+                    f"{where}: {what} of {site!r} must be numbers by {shape}, not of {tensor.dim()} dimensions."
                 )
             values[what][site] = tensor
     return record["step"], values

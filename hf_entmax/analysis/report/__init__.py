@@ -57,9 +57,7 @@ def write_report(
     models = [statistics] if isinstance(statistics, AttentionStatistics) else list(statistics)
     for model in models:
         if not isinstance(model, AttentionStatistics):
-            raise TypeError(
-                f"write_report needs AttentionStatistics as collect returns it, got {type(model).__name__}."
-            )
+            raise TypeError(f"write_report needs AttentionStatistics, as collect returns, got {type(model).__name__}.")
         if not model.sites:
             raise ValueError(f"the statistics of {model.name!r} are empty: no attention site was measured.")
     if not models:

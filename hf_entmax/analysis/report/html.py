@@ -20,7 +20,7 @@ from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 
 def render(
-    models: Sequence[AttentionStatistics], title: str | None, figures: bool, max_bytes: int, files: Sequence[str]
+    models: list[AttentionStatistics], title: str | None, figures: bool, max_bytes: int, files: list[str]
 ) -> str:
     """The page as HTML, the main model first; ``files`` are the names of those written beside it."""
     from jinja2 import Environment, PackageLoader

@@ -14,7 +14,13 @@ from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, alignment_counts,
 from hf_entmax.analysis.metrics.position import argmax_counts, fold_distances
 from hf_entmax.analysis.metrics.sparsity import entropy_sums, support_counts
 from hf_entmax.analysis.metrics.words import mean_between_words, merging_sums
-from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS, RoleTargets, SiteContext
+from hf_entmax.analysis.statistics.context import (
+    ALIGNMENT_STEPS,
+    AlignmentGold,
+    DependencyGold,
+    RoleTargets,
+    SiteContext,
+)
 from hf_entmax.ops.sparse_rows import SparseRows
 
 GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
@@ -144,7 +150,7 @@ class SiteSums:
         self._add(f"{prefix}_queries", row, roles.queries)
         self._add(f"{prefix}_chance", row, roles.chance)
 
-    def _dependency(self, row: int, weights: HeadWeights, gold: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def _dependency(self, row: int, weights: HeadWeights, gold: DependencyGold) -> None:
         words, heads, relations = gold
         num_words = heads.shape[1]
         attention = mean_between_words(weights, words, words, num_words, num_words)
@@ -164,9 +170,7 @@ class SiteSums:
         offsets = (heads - steps).clamp(-distance - 1, distance + 1) + distance + 1
         self._add("dependency_offsets", row, torch.bincount(offsets[counted], minlength=2 * distance + 3))
 
-    def _alignment(
-        self, row: int, weights: HeadWeights, gold: tuple[dict[str, Tensor], Tensor, Tensor, Tensor]
-    ) -> None:
+    def _alignment(self, row: int, weights: HeadWeights, gold: AlignmentGold) -> None:
         steps, source, sure, possible = gold
         cells = []
         for step in ALIGNMENT_STEPS:

@@ -24,6 +24,8 @@ from hf_entmax.batches.prepare import BatchInfo
 
 #: Query conventions of alignment: the step that predicts a target word, and the step that has just read it.
 ALIGNMENT_STEPS = ("output", "input")
+DependencyGold = tuple[Tensor, Tensor, Tensor | None]
+AlignmentGold = tuple[dict[str, Tensor], Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -87,9 +89,9 @@ class SiteContext:
     per_sentence: bool
     roles: RoleTargets | None = None
     words: Tensor | None = None
-    dependency: tuple[Tensor, Tensor, Tensor | None] | None = None
+    dependency: DependencyGold | None = None
     dependency_roles: RoleTargets | None = None
-    alignment: tuple[dict[str, Tensor], Tensor, Tensor, Tensor] | None = None
+    alignment: AlignmentGold | None = None
     alignment_roles: RoleTargets | None = None
 
 

@@ -106,9 +106,7 @@ class AttentionStatistics:
                 self.sites[name] = site
                 continue
             if mine.layers != site.layers:
-                raise ValueError(
-                    f"{self.name!r} and {other.name!r} differ in layers or heads of {name}: not one model."
-                )
+                raise ValueError(f"{self.name!r} and {other.name!r} differ in layers or heads of {name}: two models.")
             for key, value in site.sums.items():
                 mine.sums.setdefault(key, value)
             mine.relations = mine.relations or site.relations
