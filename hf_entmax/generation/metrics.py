@@ -51,16 +51,8 @@ def sparsemax_score(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> 
 
         sp = mean_t [p_t(y_t) + (1 - ||p_t||^2) / 2]
 
-    Args:
-        probs: as for :func:`epsilon_perplexity`.
-        labels: as for :func:`epsilon_perplexity`.
-        ignore_index: as for :func:`epsilon_perplexity`.
-
-    Returns:
-        Scalar in [0, 1]: 1 where the label has all the mass, 0 where another word has it. Differentiable in ``probs``.
-
-    Raises:
-        ValueError: as :func:`epsilon_perplexity`.
+    Arguments and errors are those of :func:`epsilon_perplexity`. Scalar in [0, 1]: 1 where the label has all the mass, 0
+    where another word has it. Differentiable in ``probs``.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.
@@ -74,16 +66,8 @@ def jensen_shannon(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
         JS = mean_t [H((p_t + e_y) / 2) - H(p_t) / 2],     a function of p_t(y_t) alone
 
-    Args:
-        probs: as for :func:`epsilon_perplexity`.
-        labels: as for :func:`epsilon_perplexity`.
-        ignore_index: as for :func:`epsilon_perplexity`.
-
-    Returns:
-        Scalar in nats, between 0 and ``log 2``. Differentiable in ``probs``.
-
-    Raises:
-        ValueError: as :func:`epsilon_perplexity`.
+    Arguments and errors are those of :func:`epsilon_perplexity`. Scalar in nats, between 0 and ``log 2``. Differentiable in
+    ``probs``.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.
@@ -160,19 +144,11 @@ def sampling_metrics(
 ) -> dict[str, float]:
     """All four measures of a model's logits.
 
-    Args:
-        logits: as for :func:`position_metrics`. Logits and labels must be aligned: a causal model predicts
-            ``labels[:, 1:]`` by ``logits[:, :-1]``.
-        labels: as for :func:`position_metrics`.
-        alpha: as for :func:`position_metrics`.
-        epsilon: as for :func:`position_metrics`.
-        ignore_index: as for :func:`position_metrics`.
+    Arguments and errors are those of :func:`position_metrics`. Logits and labels must be aligned: a causal model predicts
+    ``labels[:, 1:]`` by ``logits[:, :-1]``.
 
     Returns:
         ``epsilon_perplexity``, ``sparsemax_score``, ``jensen_shannon`` (nats) and ``support_size``.
-
-    Raises:
-        ValueError: as :func:`position_metrics`.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.

@@ -163,19 +163,7 @@ def multilabel_predict(
 
 
 class MultilabelLoss(nn.Module):
-    """Module form of :func:`multilabel_loss`.
-
-    Args:
-        mapping: a name in ``MULTILABEL_LOSSES``, optionally with options in parentheses.
-        class_weight: as for :func:`multilabel_loss`.
-        ignore_index: as for :func:`multilabel_loss`.
-        empty: as for :func:`multilabel_loss`.
-        reduction: as for :func:`multilabel_loss`.
-        **options: as for :func:`multilabel_loss`; an ``nn.Parameter`` is learned along.
-
-    Raises:
-        ValueError: for unknown names or options, or options outside their range.
-    """
+    """Module form of :func:`multilabel_loss`, with the same options and errors; an ``nn.Parameter`` is learned along."""
 
     def __init__(
         self,
