@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +149,7 @@ def collect(
         raise ValueError("there is no data: the stream of batches is empty.")
     statistics = collector.finish(name or getattr(model, "name_or_path", "") or type(model).__name__, notes)
     if accelerator is not None:
-        error = gather_collection(statistics, collector.layers, accelerator, error)
+        error = gather_collection(statistics, accelerator, error)
     if error is not None:
         raise AnalysisError(str(error), statistics) from error
     if statistics.num_sentences == 0:
@@ -172,24 +171,16 @@ class _Collector:
         interrogatives: tuple[str, ...],
     ) -> None:
         self.model, self.options, self.table, self.tokenizer = model, options, table, tokenizer
-        self.interrogatives = interrogatives
-        self.modules: dict[str, list[AttentionSite]] = {}
-        for module in attention_sites(model):
-            if module.site in sites:
-                self.modules.setdefault(module.site, []).append(module)
-        device = next(model.parameters()).device
-        self.sums = {
-            site: SiteSums(site, [module.num_heads for module in modules], options, device)
-            for site, modules in self.modules.items()
-        }
-        self.layers = {
-            site: [LayerInfo(module.name, place, module.num_heads) for place, module in enumerate(modules)]
-            for site, modules in self.modules.items()
-        }
-        self.rows = {(layer.name, 0): layer.layer for layers in self.layers.values() for layer in layers}
-        self.extremes: dict[str, SentenceExtremes] = {}
-        self.num_sentences = 0
-        self.num_tokens: Counter[str] = Counter()
+        self.interrogatives, self.statistics = interrogatives, AttentionStatistics()
+        self.sums: dict[str, SiteSums] = {}
+        relations = UNIVERSAL_RELATIONS if "dependency" in options.groups else ()
+        for site in [site for site in SITES if site in sites]:
+            modules = [module for module in attention_sites(model) if module.site == site]
+            layers = [LayerInfo(module.name, place, module.num_heads) for place, module in enumerate(modules)]
+            heads, device = [layer.num_heads for layer in layers], next(model.parameters()).device
+            self.sums[site] = SiteSums(site, heads, options, device)
+            self.statistics.sites[site] = SiteStatistics(site, layers, {}, options.max_distance, relations)
+        self.rows = {(layer.name, 0): layer.layer for site in self.statistics.sites.values() for layer in site.layers}
         self._batches = 0
         self._remembered: dict[str, dict[int, Tensor]] = {}
 
@@ -201,7 +192,7 @@ class _Collector:
 
         def observer(call: AttentionCall) -> None:
             module, weights = call.site, call.weights
-            if module.site not in self.modules:
+            if module.site not in self.sums:
                 return
             if isinstance(weights, Tensor) and weights.device.type == "mps":
                 weights = weights.cpu()
@@ -219,9 +210,10 @@ class _Collector:
             self.model(**info.inputs)
         if not contexts:
             raise ValueError("the model ran without calling any attention module of the sites asked for.")
+        tokens = self.statistics.num_tokens
         for site, context in {context.site: context for context in contexts.values()}.items():
-            self.num_tokens[site] += int(context.query_counts.sum())
-        self.num_sentences += info.size
+            tokens[site] = tokens.get(site, 0) + int(context.query_counts.sum())
+        self.statistics.num_sentences += info.size
         self._remember(info, contexts, densities, first_index)
 
     def _row(self, module: AttentionSite, call: int) -> int:
@@ -229,7 +221,8 @@ class _Collector:
         if key not in self.rows:
             # A module shared among layers (ALBERT) is called once per layer: each call is a layer of its own.
             self.rows[key] = self.sums[module.site].add_row(module.num_heads)
-            self.layers[module.site].append(LayerInfo(module.name, self.rows[key], module.num_heads))
+            layer = LayerInfo(module.name, self.rows[key], module.num_heads)
+            self.statistics.sites[module.site].layers.append(layer)
         return self.rows[key]
 
     def _remember(
@@ -242,18 +235,17 @@ class _Collector:
         self._batches += 1
         lengths = {c.site: c.query_counts.long().cpu() for c in contexts.values() if c.per_sentence}
         for site, rows in densities.items():
-            heads = max(self.sums[site].num_heads)
-            stacked = torch.full((len(self.layers[site]), info.size, heads), float("nan"), dtype=torch.float64)
+            shape = (self.statistics.sites[site].num_layers, info.size, self.statistics.sites[site].num_heads)
+            stacked = torch.full(shape, float("nan"), dtype=torch.float64)
             for row, density in rows.items():
                 stacked[row, :, : density.shape[1]] = density.cpu()
-            if site not in self.extremes:
-                self.extremes[site] = SentenceExtremes(len(self.layers[site]), heads)
-            self.extremes[site].update(stacked, lengths[site], first_index)
+            extremes = self.statistics.extremes.setdefault(site, SentenceExtremes(0, 0))
+            extremes.update(stacked, lengths[site], first_index)
             ids, mask = info.tokens(site)
             if ids is not None and self.tokenizer is not None:
                 kept = self._remembered.setdefault(site, {})
                 keep = mask if mask is not None else torch.ones_like(ids, dtype=torch.bool)
-                wanted = self.extremes[site].wanted()
+                wanted = extremes.wanted()
                 for place in range(info.size):
                     if first_index + place in wanted:
                         kept[first_index + place] = ids[place][keep[place]].cpu()
@@ -261,7 +253,7 @@ class _Collector:
             self._prune()
 
     def _prune(self) -> None:
-        for site, extremes in self.extremes.items():
+        for site, extremes in self.statistics.extremes.items():
             wanted = extremes.wanted()
             self._remembered[site] = {key: ids for key, ids in self._remembered.get(site, {}).items() if key in wanted}
 
@@ -270,14 +262,11 @@ class _Collector:
         self._prune()
         for site, remembered in self._remembered.items():
             read = lambda ids: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)  # noqa: E731
-            self.extremes[site].texts = {index: read(ids) for index, ids in remembered.items()}
-        options = self.options
-        relations = UNIVERSAL_RELATIONS if "dependency" in options.groups else ()
-        statistics = AttentionStatistics(name, {}, _alphas(self.model, self.layers), self.num_sentences, notes=notes)
-        for site in [site for site in SITES if site in self.sums]:
-            sums, layers = self.sums[site].finished(), list(self.layers[site])
-            statistics.sites[site] = SiteStatistics(site, layers, sums, options.max_distance, relations)
-        statistics.num_tokens, statistics.extremes = dict(self.num_tokens), dict(self.extremes)
+            self.statistics.extremes[site].texts = {index: read(ids) for index, ids in remembered.items()}
+        statistics, options = self.statistics, self.options
+        statistics.name, statistics.notes, statistics.alphas = name, notes, _alphas(self.model, statistics)
+        for site, sums in self.sums.items():
+            statistics.sites[site].sums = sums.finished()
         thresholds = {what: getattr(options, what) for what in ("density_threshold", "alignment_threshold")}
         statistics.info = {"groups": sorted(options.groups), **thresholds}
         if is_patched(self.model) and (scaling := scaling_in_words(self.model)):
@@ -340,15 +329,15 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
     return next((int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0), 0)
 
 
-def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]:
+def _alphas(model: Any, statistics: AttentionStatistics) -> dict[str, Tensor]:
     """Alpha by site, one row per layer; layers that keep their softmax have 1."""
     modules = {module.name: module for module in attention_sites(model)}
     if not any(CHILD in module.module._modules for module in modules.values()):
         return {}
     result = {}
-    for site, infos in layers.items():
+    for name, site in statistics.sites.items():
         rows = []
-        for info in infos:
+        for info in site.layers:
             heads = modules[info.name].module._modules.get(CHILD)
             value = heads() if heads is not None else 1.0
             if isinstance(value, Mapping):  # another mapping than entmax
@@ -356,7 +345,7 @@ def _alphas(model: Any, layers: dict[str, list[LayerInfo]]) -> dict[str, Tensor]
             rows.append(torch.as_tensor(value, dtype=torch.float64).detach().cpu().expand(info.num_heads))
         table = pad_sequence(rows, batch_first=True, padding_value=float("nan"))
         if not bool(table.isnan().all()):
-            result[site] = table
+            result[name] = table
     return result
 
 

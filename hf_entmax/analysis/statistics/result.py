@@ -193,25 +193,21 @@ def describe_device(model: torch.nn.Module) -> str:
 
 
 def gather_collection(
-    statistics: AttentionStatistics,
-    layers: dict[str, list[LayerInfo]],
-    accelerator: Accelerator,
-    error: Exception | None,
+    statistics: AttentionStatistics, accelerator: Accelerator, error: Exception | None
 ) -> Exception | None:
     """Replaces the statistics of every process, in place, by those of all together.
 
-    ``layers`` are this process's by site (one that saw no batch may know fewer), ``error`` what stopped it. Returns the
-    first error of any process, or None.
+    ``error`` is what stopped this process. Returns the first error of any process, or None.
     """
     if accelerator.num_processes == 1:
         return error
     from accelerate.utils import gather_object
 
-    mine = (statistics, layers, None if error is None else str(error))
-    everyone: list[tuple[AttentionStatistics, dict[str, list[LayerInfo]], str | None]] = gather_object([mine])
-    parts = [other for other, _, _ in everyone]
+    mine = (statistics, None if error is None else str(error))
+    everyone: list[tuple[AttentionStatistics, str | None]] = gather_object([mine])
+    parts = [other for other, _ in everyone]
     for name, site in statistics.sites.items():
-        site.layers = list(max((known.get(name, []) for _, known, _ in everyone), key=len))
+        site.layers = max((part.sites[name].layers for part in parts), key=len)  # fewer where no batch was seen
         sums = [part.sites[name].sums for part in parts]
         site.sums = {}
         for key in dict.fromkeys(key for one in sums for key in one):
@@ -228,5 +224,5 @@ def gather_collection(
     for extremes in statistics.extremes.values():
         wanted = extremes.wanted()
         extremes.texts = {index: text for index, text in sorted(extremes.texts.items()) if index in wanted}
-    first = next((text for _, _, text in everyone if text is not None), None)
+    first = next((text for _, text in everyone if text is not None), None)
     return error if error is not None or first is None else ValueError(first)
