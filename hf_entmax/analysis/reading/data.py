@@ -56,11 +56,8 @@ def read_data(
     if limit is not None and limit < 1:
         raise ValueError(f"the number of sentences must be at least 1, got {limit}.")
     path = Path(data)
-    found = (
-        _read_file(path, source_column, target_column)
-        if path.is_file()
-        else _read_hub(str(data), path, source_column, target_column, split, dataset_config)
-    )
+    columns = (source_column, target_column)
+    found = _read_file(path, *columns) if path.is_file() else _read_hub(str(data), *columns, split, dataset_config)
     kept = (record for record in found if record.source.strip() and (record.target is None or record.target.strip()))
     result = list(itertools.islice(kept, limit))
     if not result:
@@ -106,11 +103,8 @@ def _places(names: list[str] | None, width: int, source: Any, target: Any, path:
             if name.isdigit() and (names is None or name not in names) and int(name) < width:
                 return int(name)
             if names is None or name.lower() not in names:
-                have = (
-                    f"columns {', '.join(names)}"
-                    if names is not None
-                    else f"{width} columns without names (use 0 to {width - 1})"
-                )
+                unnamed = f"{width} columns without names (use 0 to {width - 1})"
+                have = unnamed if names is None else f"columns {', '.join(names)}"
                 raise ValueError(f"{path}: no column {name!r}; it has {have}.")
             return names.index(name.lower())
         return next((names.index(usual_name) for usual_name in usual if names and usual_name in names), None)
@@ -159,10 +153,10 @@ def _from_fields(value: Any, source: str | None, target: str | None, where: str)
 
 
 def _read_hub(
-    name: str, path: Path, source: str | None, target: str | None, split: str | None, dataset_config: str | None
+    name: str, source: str | None, target: str | None, split: str | None, config: str | None
 ) -> Iterator[TextRecord]:
-    endings = (".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz")
+    path, endings = Path(name), (".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz")
     if (path.suffix.lower() in endings or name.startswith((".", "/", "~"))) and not path.exists():
         raise FileNotFoundError(f"{name}: no such file.")
-    for place, record in records.dataset_records(name, dataset_config, split, streaming=True):
+    for place, record in records.dataset_records(name, config, split, streaming=True):
         yield _from_fields(record, source, target, place)

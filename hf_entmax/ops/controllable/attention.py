@@ -52,15 +52,16 @@ class MappingSpec:
         weights: ``(scores, mask, **options) -> weights``; scores ``[B, H, T_q, T_k]``, mask None or bool (True = may
             attend) and broadcastable, options numbers or tensors ``[H]``. Looks at no value, so waits for no device:
             the options must have been validated.
-        as_scaled_sparsemax: options -> the factor ``c`` (number or ``[H]``) with ``mapping(z) = sparsemax(c z)``, or
-            None where there is no such number.
     """
 
     name: str
     options: Mapping[str, Interval]
     description: str
     weights: Callable[..., Tensor]
-    as_scaled_sparsemax: Callable[[Mapping[str, HeadOption]], HeadOption | None]
+
+    def as_scaled_sparsemax(self, options: Mapping[str, HeadOption]) -> HeadOption | None:
+        """The factor ``c`` (number or ``[H]``) with ``mapping(z) = sparsemax(c z)``, None where there is no such number."""
+        return 1.0 / (1.0 - options["lam"]) if self.name == "sparsegen_lin" else None
 
     def settings(self, options: Mapping[str, Any]) -> dict[str, OptionSetting]:
         """Validate options as a configuration gives them: one setting for each option of the mapping.
@@ -99,44 +100,25 @@ def _per_head(option: HeadOption, scores: Tensor) -> HeadOption:
     return option
 
 
-def _sparsegen_weights(kind: str) -> Callable[..., Tensor]:
-    def weights(scores: Tensor, mask: Tensor | None = None, *, lam: HeadOption = 0.0) -> Tensor:
-        rows = as_rows(scores, -1, mask)
-        return SparsegenFunction.apply(rows, _per_head(lam, scores), kind)  # type: ignore[return-value]
+def _weights(function: Any, option: Interval, *extra: Any) -> Callable[..., Tensor]:
+    def weights(scores: Tensor, mask: Tensor | None = None, **options: HeadOption) -> Tensor:
+        value = options.get(option.name, option.default)
+        return function.apply(as_rows(scores, -1, mask), _per_head(value, scores), *extra)
 
     return weights
-
-
-def _hourglass_weights(scores: Tensor, mask: Tensor | None = None, *, q: HeadOption = 1.0) -> Tensor:
-    rows = as_rows(scores, -1, mask)
-    return HourglassFunction.apply(rows, _per_head(q, scores), True)  # type: ignore[return-value]
-
-
-def _softmax_weights(scores: Tensor, mask: Tensor | None = None, *, temperature: HeadOption = 1.0) -> Tensor:
-    rows = as_rows(scores, -1, mask)
-    return TemperedSoftmaxFunction.apply(rows, _per_head(temperature, scores))  # type: ignore[return-value]
 
 
 # As attention q = 0 is excluded: a row of scores may well sum to zero, where sum normalization++ is not defined.
 _POSITIVE_Q = dataclasses.replace(Q, lower_open=True, upper_open=True)
 
-
-def _no_scale(options: Mapping[str, HeadOption]) -> None:
-    return None
-
-
-def _lin_scale(options: Mapping[str, HeadOption]) -> HeadOption:
-    return 1.0 / (1.0 - options["lam"])
-
-
 ATTENTION_MAPPINGS: dict[str, MappingSpec] = {
-    name: MappingSpec(name, {option.name: option}, description, weights, scale)
-    for name, option, description, weights, scale in (
-        ("sparsegen_lin", LAM, "sparsemax(z / (1 - lam))", _sparsegen_weights("lin"), _lin_scale),
-        ("sparsegen_exp", LAM, "sparsemax(exp(z) / (1 - lam))", _sparsegen_weights("exp"), _no_scale),
-        ("sparsegen_sq", LAM, "sparsemax(z^2 / (1 - lam))", _sparsegen_weights("sq"), _no_scale),
-        ("sparsehourglass", _POSITIVE_Q, "sparsemax((1 + K q) z / (|sum z| + K q))", _hourglass_weights, _no_scale),
-        ("softmax", TEMPERATURE, "softmax(z / temperature)", _softmax_weights, _no_scale),
+    name: MappingSpec(name, {option.name: option}, description, _weights(function, option, *extra))
+    for name, option, description, function, *extra in (
+        ("sparsegen_lin", LAM, "sparsemax(z / (1 - lam))", SparsegenFunction, "lin"),
+        ("sparsegen_exp", LAM, "sparsemax(exp(z) / (1 - lam))", SparsegenFunction, "exp"),
+        ("sparsegen_sq", LAM, "sparsemax(z^2 / (1 - lam))", SparsegenFunction, "sq"),
+        ("sparsehourglass", _POSITIVE_Q, "sparsemax((1 + K q) z / (|sum z| + K q))", HourglassFunction, True),
+        ("softmax", TEMPERATURE, "softmax(z / temperature)", TemperedSoftmaxFunction),
     )
 }
 
