@@ -29,10 +29,14 @@ class _Children:
 
 
 @dataclasses.dataclass
-class _Limits:
-    """Where the search ends.
+class _BestFirst:
+    """The search for one input: a priority queue of continuations.
+
+    Siblings wait behind the best of them, so that the queue holds one entry per expanded prefix.
 
     Attributes:
+        ensemble: prepared for this input.
+        incumbent: log-probability of the best hypothesis known.
         hypotheses: how many to list.
         floor: log-probability of the least probable hypothesis worth listing.
         budget: prefixes to expand.
@@ -41,6 +45,8 @@ class _Limits:
         tolerance: relative slack of "cannot beat".
     """
 
+    ensemble: Ensemble
+    incumbent: float = -math.inf
     hypotheses: float = math.inf
     floor: float = -math.inf
     budget: int = 1000
@@ -48,28 +54,16 @@ class _Limits:
     best_only: bool = False
     tolerance: float = TOLERANCE
 
-
-class _BestFirst:
-    """The search for one input: a priority queue of continuations.
-
-    Siblings wait behind the best of them, so that the queue holds one entry per expanded prefix.
-    """
-
-    def __init__(self, ensemble: Ensemble, limits: _Limits, incumbent: float = -math.inf) -> None:
-        self.ensemble = ensemble
-        self.limits = limits
-        self.incumbent = incumbent
-        self.found = Findings()
-        self.eos = ensemble.eos_token_ids
-        self.order = itertools.count()
+    def __post_init__(self) -> None:
+        self.found, self.eos, self.order = Findings(), self.ensemble.eos_token_ids, itertools.count()
         self.queue: list[tuple[float, int, _Children, int]] = []
 
     @property
     def worthless(self) -> float:
         """Continuations below this log-probability are dropped."""
-        if not self.limits.best_only:
-            return self.limits.floor
-        return max(self.limits.floor, self.incumbent - math.log1p(self.limits.tolerance))
+        if not self.best_only:
+            return self.floor
+        return max(self.floor, self.incumbent - math.log1p(self.tolerance))
 
     def run(self) -> Findings:
         """Search until nothing is left, enough is known, or the budget is spent."""
@@ -81,7 +75,7 @@ class _BestFirst:
 
     def _next_prefixes(self) -> list[tuple[tuple[int, ...], float]] | None:
         """Take the best prefixes from the queue, listing the hypotheses that come before them; None at the end."""
-        room = min(self.limits.batch_size, self.limits.budget - self.found.expansions)
+        room = min(self.batch_size, self.budget - self.found.expansions)
         waiting: list[tuple[tuple[int, ...], float]] = []
         while self.queue and len(waiting) < room and not self._enough():
             negative, _, children, place = self.queue[0]
@@ -95,7 +89,7 @@ class _BestFirst:
             prefix = (*children.prefix, token)
             if ended:
                 self.found.finished.append((-negative, list(prefix)))
-                if self.limits.best_only:
+                if self.best_only:
                     return None
             elif len(prefix) >= self.ensemble.max_new_tokens:
                 self.found.unfinished.append((-negative, list(prefix)))
@@ -104,7 +98,7 @@ class _BestFirst:
         return waiting or None
 
     def _enough(self) -> bool:
-        return len(self.found.finished) + len(self.found.unfinished) >= self.limits.hypotheses
+        return len(self.found.finished) + len(self.found.unfinished) >= self.hypotheses
 
     def _expand(self, nodes: list[tuple[tuple[int, ...], float]]) -> None:
         """Ask the models what may follow some prefixes, and queue it."""
@@ -146,7 +140,7 @@ class _BestFirst:
 
 
 def _search_one(
-    models: list[Any], inputs: list[dict[str, Any]], index: int, limits: _Limits, incumbent: float, **rest: Any
+    models: list[Any], inputs: list[dict[str, Any]], index: int, limits: dict[str, Any], **rest: Any
 ) -> Findings:
     """Best-first search for element ``index`` of a batch."""
 
@@ -156,7 +150,7 @@ def _search_one(
             raise ValueError(
                 f"best-first search ends hypotheses by end-of-sequence tokens alone, not by {names}: leave them out."
             )
-        return _BestFirst(ensemble, limits, incumbent).run()
+        return _BestFirst(ensemble, **limits).run()
 
     return with_one_input(models, inputs, index, body, **rest)
 
@@ -209,9 +203,10 @@ def enumerate_hypotheses(
     models = as_models(model)
     each = as_inputs(inputs, models)
     floor = math.log(min_mass) if min_mass > 0 else -math.inf
-    limits = _Limits(max_hypotheses, floor, budget, batch_size, tolerance=tolerance)
+    limits = {"hypotheses": max_hypotheses, "floor": floor, "budget": budget, "batch_size": batch_size}
+    limits |= {"tolerance": tolerance}
     shared = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
-    found = [_search_one(models, each, i, limits, -math.inf, **shared) for i in range(number_of_inputs(each))]
+    found = [_search_one(models, each, i, limits, **shared) for i in range(number_of_inputs(each))]
     return [one.result(tolerance) for one in found]
 
 
@@ -265,11 +260,11 @@ def exact_map(
     number_of_inputs(each)  # complains of batches that differ before the beam search
     shared: dict[str, Any] = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
     beams = with_members(models, each, lambda ensemble: run_beams(ensemble, num_beams), num_beams=num_beams, **shared)
-    limits = _Limits(budget=budget, batch_size=batch_size, best_only=True, tolerance=tolerance)
+    limits = {"budget": budget, "batch_size": batch_size, "best_only": True, "tolerance": tolerance}
     results = []
     for index, beam in enumerate(beams):
         if not beam.result(tolerance).optimal:
-            beam = _merged(beam, _search_one(models, each, index, limits, beam.best, **shared))
+            beam = _merged(beam, _search_one(models, each, index, limits | {"incumbent": beam.best}, **shared))
         results.append(beam.result(tolerance))
     return results
 
