@@ -156,18 +156,7 @@ def sparsegen_sq(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask:
 def sparsegen_log(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-log, ``sparsemax(log(z) / (1 - lam))``, for positive scores; invariant to their scale.
 
-    Args:
-        scores: any shape, every allowed entry > 0.
-        lam: below 1.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
-        ValueError: if ``lam >= 1`` or an allowed score is not positive.
+    Arguments, result and errors are those of :func:`sparsegen_lin`; every allowed score must be > 0 (else ``ValueError``).
 
     Reference:
         L18, section 3.1.
@@ -290,17 +279,7 @@ def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
 def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sum normalization++: sum normalization extended to negative scores, ``sparsemax(z / |sum_j z_j|)``.
 
-    Args:
-        scores: any shape, every row with ``sum z != 0``.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point.
-        ValueError: if a row sums to 0.
+    Arguments, result and errors are those of :func:`sparsehourglass`: a row that sums to 0 is a ``ValueError``.
 
     Reference:
         L18, section 3.3 (sparsehourglass with q = 0).
@@ -311,17 +290,8 @@ def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = No
 def spherical_softmax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Spherical softmax, ``p_i = z_i^2 / sum_j z_j^2``.
 
-    Args:
-        scores: any shape; not all allowed entries of a row 0.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point.
-        ValueError: if all allowed scores of a row are 0.
+    Arguments, result and errors are those of :func:`sum_normalization`, but scores may be negative: a row whose allowed
+    scores are all 0 is a ``ValueError``.
 
     Reference:
         L18, section 2.
