@@ -84,10 +84,6 @@ def _dense(problem: Problem, mapping: Callable[[Tensor], Tensor]) -> Callable[[]
     return attend
 
 
-def _eager_softmax(problem: Problem) -> Callable[[], Tensor]:
-    return _dense(problem, lambda scores: torch.softmax(scores, -1))
-
-
 def _sdpa(problem: Problem) -> Callable[[], Tensor]:
     mask, case = _additive_mask(problem), problem.case
     gqa: dict[str, Any] = {"enable_gqa": True} if case.kv_heads not in (None, case.heads) else {}
@@ -140,7 +136,7 @@ def _ours(backend: Backend) -> Callable[[Problem], Callable[[], Tensor]]:
 
 #: Every implementation by name: how to make it, and whether its mapping is ours, entmax at 1.5 whatever alpha, or softmax.
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], str]] = {
-    "eager_softmax": (_eager_softmax, "softmax"),
+    "eager_softmax": (lambda problem: _dense(problem, lambda scores: torch.softmax(scores, -1)), "softmax"),
     "sdpa": (_sdpa, "softmax"),
     "entmax_bisect": (_entmax_bisect, "entmax"),
     "entmax15": (_entmax15, "entmax15"),

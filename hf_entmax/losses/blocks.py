@@ -21,7 +21,7 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
+def alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
     """``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
     if number is not None:
         return number - 1.0
@@ -63,7 +63,7 @@ class BatchLosses:
             result = row_losses(
                 logits[block],
                 target[block],
-                _alpha_minus_one(number, alpha, block, compute_dtype(logits.dtype)),
+                alpha_minus_one(number, alpha, block, compute_dtype(logits.dtype)),
                 keep=None if keep is None else keep[block],
                 smoothing=smoothing,
                 need_alpha_slope=self.slopes is not None,
@@ -99,7 +99,7 @@ def write_residuals(
         dense_residual(
             logits[block],
             (maximum, shift, scale),
-            _alpha_minus_one(number, alpha, block, weight.dtype),
+            alpha_minus_one(number, alpha, block, weight.dtype),
             target[block],
             weight[block],
             dead[block],

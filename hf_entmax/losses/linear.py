@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_entmax.losses.blocks import alpha_minus_one
 from hf_entmax.losses.core import RowLosses, dense_residual, row_losses, sparse_residual, subtract_target_
 from hf_entmax.losses.fenchel_young import reduce_losses
 from hf_entmax.losses.targets import Reduction, check_alpha, check_floating, check_labels, check_options
@@ -34,9 +35,6 @@ class _Layer:
     def logits(self, hidden: Tensor) -> Tensor:
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def u(self, alpha: Tensor | None, dtype: torch.dtype) -> float | Tensor:
-        return self.number - 1.0 if self.number is not None else (alpha.to(dtype) - 1.0)[:, None]  # type: ignore[union-attr]
 
 
 class _Gradients:
@@ -201,7 +199,7 @@ def _chunks(hidden: Tensor, alpha: Tensor | None, layer: _Layer, chunk: int):
     for start in range(0, hidden.shape[0], chunk):
         block = slice(start, min(start + chunk, hidden.shape[0]))
         logits = layer.logits(hidden[block])
-        yield block, layer.u(None if layer.number is not None else alpha[block], compute_dtype(logits.dtype)), logits  # type: ignore[index]
+        yield block, alpha_minus_one(layer.number, alpha, block, compute_dtype(logits.dtype)), logits
 
 
 def linear_entmax_loss(

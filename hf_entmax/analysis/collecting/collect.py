@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS
-from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS, TokenTable, token_table
+from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS, TokenTable, table_or_note
 from hf_entmax.analysis.statistics.accumulate import GROUPS, SiteSums, SumOptions
 from hf_entmax.analysis.statistics.context import SiteContext, build_context
 from hf_entmax.analysis.statistics.result import SITES, AttentionStatistics, describe_device, gather_collection
@@ -119,7 +119,7 @@ def collect(
         raise ValueError(
             "pass the DataLoader as it was before accelerator.prepare: collect shards it itself, without repeated samples."
         )
-    table, notes = _table(tokenizer)
+    table, notes = table_or_note(tokenizer)
     bar = f"attention of {name}" if name else "attention"
     collector: _Collector | None = None
     error: Exception | None = None
@@ -288,15 +288,6 @@ def _check_options(groups, sites, max_distance, alignment_threshold, density_thr
             raise ValueError(f"{what} is {value}; it must lie in [0, 1).")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is {on_error!r}; allowed are 'raise' and 'skip'.")
-
-
-def _table(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
-    if tokenizer is None:
-        return None, []
-    try:
-        return token_table(tokenizer), []
-    except ValueError as problem:
-        return None, [str(problem)]
 
 
 def _wanted_groups(groups: Sequence[str] | None, batch: Mapping[str, Any], table: TokenTable | None) -> frozenset[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_entmax.analysis.reading.words import TokenTable, token_table, word_ids
+from hf_entmax.analysis.reading.words import TokenTable, table_or_note, word_ids
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
@@ -77,10 +77,7 @@ def collect_examples(
     Returns:
         At most ``limit`` examples.
     """
-    try:
-        table = token_table(tokenizer)
-    except ValueError:
-        table = None
+    table, _ = table_or_note(tokenizer)
     examples: list[Example] = []
     few: list[dict[str, Any]] = []
     shortest: tuple[int, dict[str, Any]] | None = None

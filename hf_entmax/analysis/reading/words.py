@@ -120,6 +120,14 @@ def token_table(tokenizer: Any) -> TokenTable:
     )
 
 
+def table_or_note(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
+    """The table, or a note that says why there is none."""
+    try:
+        return (None if tokenizer is None else token_table(tokenizer)), []
+    except ValueError as problem:
+        return None, [str(problem)]
+
+
 def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Numbers the words of every sentence: long [B, T], 0, 1, 2, ...; -1 for special tokens, white space and padding.
 

@@ -261,10 +261,7 @@ class SiteStatistics:
             min_strength: how far above chance a role must be, in (0, 1]; below it a head has no role (None).
             min_evidence: queries needed before a role may be given to a head.
         """
-
-        def fits(role: HeadRole) -> bool:
-            return role.strength >= min_strength and role.evidence >= min_evidence
-
+        fits = lambda role: role.strength >= min_strength and role.evidence >= min_evidence  # noqa: E731
         return [
             [best_role(list(filter(fits, self.ranked_roles(layer, head)))) for head in range(info.num_heads)]
             for layer, info in enumerate(self.layers)
