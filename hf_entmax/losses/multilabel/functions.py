@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from hf_entmax.losses.multilabel.labels import LabelRows, check_labels, check_weight
 from hf_entmax.losses.multilabel.registry import parse_mapping, resolve
+from hf_entmax.losses.multilabel.terms import LabelRows, check_labels, check_weight
 from hf_entmax.losses.targets import REDUCTIONS, Reduction, check_floating
 from hf_entmax.ops.controllable.domain import Interval, holds
 
