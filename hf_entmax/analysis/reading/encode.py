@@ -24,18 +24,12 @@ _RELATION_IDS = {name: place for place, name in enumerate(UNIVERSAL_RELATIONS)}
 class Encoder:
     """Tokenizes sentences for one model and keeps count of what had to be cut or left out.
 
-    Args:
-        model: the model that will read the batches.
-        tokenizer: its tokenizer.
-        batch_size: sentences per batch, at least 1.
-        max_length: longest sequence in tokens; default: what tokenizer and model allow.
+    Without ``max_length`` a sequence may be as long as tokenizer and model allow.
 
     Attributes:
         truncated: sentences cut at ``max_length``.
         skipped: sentences left out (nothing left after tokenization, or no way to map tokens to gold words).
-        unknown: unknown tokens seen, of ``tokens`` in all.
-        tokens: real tokens seen.
-        has_targets: whether an encoder-decoder model got target sentences.
+        unknown: unknown tokens seen, of ``tokens`` real ones in all.
 
     Raises:
         ValueError: a batch size or length below 1.
@@ -52,7 +46,6 @@ class Encoder:
         limits = [limit for limit in limits if limit is not None and limit < 1_000_000]
         self.max_length = min(limits) if limits else None
         self.truncated = self.skipped = self.unknown = self.tokens = 0
-        self.has_targets = False
         self.encoder_decoder = is_encoder_decoder(model)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -158,7 +151,6 @@ class Encoder:
             # Only the encoder is looked at; the decoder gets the one token it cannot do without.
             batch["decoder_input_ids"] = torch.full((len(targets), 1), _decoder_start(self.model))
             return
-        self.has_targets = True
         encoded = self._tokenize([target for target in targets if target is not None], target=True)
         labels = encoded["input_ids"]
         batch["labels"] = _pad(labels, -100, "right")
