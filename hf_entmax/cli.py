@@ -6,7 +6,6 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Iterable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,15 +26,6 @@ app = typer.Typer(
 _console = Console()
 
 
-class Backend(str, Enum):
-    """Values of ``--backend``."""
-
-    auto = "auto"
-    torch = "torch"
-    numba = "numba"
-    triton = "triton"
-
-
 @app.command()
 def patch(
     model: Annotated[str, Argument(help="A Hub id or a directory.")],
@@ -52,7 +42,7 @@ def patch(
     mapping: Annotated[str, Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
     length_scaling: Annotated[str, Option(help="none, log or adaptive: scores scaled by the number of keys.")] = "none",
     length_scaling_init: Annotated[str, Option(help="Where that starts: identity or paper.")] = "identity",
-    backend: Annotated[Backend, Option(help="Who computes the attention.")] = Backend.auto,
+    backend: Annotated[str, Option(help="Who computes the attention: auto, torch, numba or triton.")] = "auto",
     auto_class: Annotated[
         str | None, Option(help="Class to load with, e.g. AutoModelForSeq2SeqLM; default: the checkpoint's own.")
     ] = None,
@@ -74,15 +64,9 @@ def patch(
     }
     if alpha_init is not None:
         options["alpha_init"] = alpha_init if alpha_init == "normal" else _number("--alpha-init", alpha_init)
-    optional = {
-        "sites": tuple(site or ()),
-        "layers": tuple(layer or ()),
-        "exclude": tuple(exclude or ()),
-        "output_alpha": output_alpha,
-    }
-    options |= {name: value for name, value in optional.items() if value not in ((), None)}
+    options |= {"sites": site or None, "layers": layer or None, "exclude": exclude or (), "output_alpha": output_alpha}
     loaded = _load(model, auto_class)
-    hf_entmax.patch_model(loaded, backend=backend.value, **options)
+    hf_entmax.patch_model(loaded, backend=backend, **options)
     loaded.save_pretrained(out)
     try:
         AutoTokenizer.from_pretrained(model).save_pretrained(out)

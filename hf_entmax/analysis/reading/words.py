@@ -84,8 +84,10 @@ def token_table(tokenizer: Any) -> TokenTable:
     unknown = tokenizer.unk_token_id
     kept_special = {unknown, tokenizer.mask_token_id}
     special = torch.zeros(size, dtype=torch.bool)
-    for index in set(tokenizer.all_special_ids) | _added_special_ids(tokenizer):
-        if index is not None and 0 <= index < size and index not in kept_special:
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    marked = {index for index, token in added.items() if getattr(token, "special", False)}
+    for index in marked.union(tokenizer.all_special_ids) - kept_special:
+        if index is not None and 0 <= index < size:
             special[index] = True
     ordinary = [token for index, token in enumerate(tokens) if not special[index] and index not in kept_special]
     scheme = _scheme(tokenizer, ordinary)
@@ -214,11 +216,6 @@ def _final_question(inside: list[int], table: TokenTable, ids: list[int]) -> int
         if not table.punctuation[ids[position]] and table.surface[ids[position]].strip():
             return None
     return None
-
-
-def _added_special_ids(tokenizer: Any) -> set[int]:
-    decoder = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return {index for index, token in decoder.items() if getattr(token, "special", False)}
 
 
 # Per scheme: the text without its mark, whether a token begins a word, whether the next one does.
