@@ -27,16 +27,12 @@ class SamplingMetric(evaluate.Metric):
     """
 
     def _info(self) -> evaluate.MetricInfo:
+        features = {"predictions": datasets.Sequence(datasets.Value("float32")), "references": datasets.Value("int64")}
         return evaluate.MetricInfo(
             description="Measures of predicted distributions that allow for probabilities of exactly zero.",
             citation="Martins, Marinho, Martins 2020. Sparse Text Generation.",
             inputs_description="predictions: probabilities over the vocabulary; references: indices of the words that came.",
-            features=datasets.Features(
-                {
-                    "predictions": datasets.Sequence(datasets.Value("float32")),
-                    "references": datasets.Value("int64"),
-                }
-            ),
+            features=datasets.Features(features),
         )
 
     def _compute(self, *, predictions: Any, references: Any, epsilon: float = EPSILON) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hf_entmax.generation.members import output_alpha_of
 from hf_entmax.integration.output_loss import shifts_labels
+from hf_entmax.losses.targets import check_labels
 from hf_entmax.ops.candidates import solve_rows
 
 EPSILON = 1e-6
@@ -213,18 +214,10 @@ def _check_epsilon(epsilon: float) -> None:
 
 def _check_labels(scores: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Flat labels, and which of them count."""
-    classes = scores.shape[-1]
-    if scores.shape[:-1] != labels.shape:
-        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit scores of shape {tuple(scores.shape)}.")
-    flat = labels.reshape(-1).to(scores.device)
-    kept = flat != ignore_index
-    wrong = kept & ((flat < 0) | (flat >= classes))
-    if bool(wrong.any()):
-        raise ValueError(
-            f"labels hold {int(flat[wrong][0])}, but with {classes} classes they must lie between 0 and {classes - 1}, "
-            f"or be ignore_index={ignore_index}."
-        )
-    return flat, kept
+    if labels.is_floating_point():
+        raise TypeError(f"labels must hold class indices (integers), not {labels.dtype}.")
+    flat, kept = check_labels(labels.to(scores.device), scores.shape[:-1], scores.shape[-1], ignore_index)
+    return flat, torch.ones_like(flat, dtype=torch.bool) if kept is None else kept
 
 
 def _reached(probs: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

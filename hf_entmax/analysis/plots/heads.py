@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES
 from hf_entmax.analysis.plots import style
 
@@ -227,8 +226,7 @@ def positional_heads(statistics: Any) -> Figure:
         colour = style.pick(style.PALETTE, place)
         for spot, offset in enumerate((-1, 0, 1)):
             own = [site for name, site in model.sites.items() if name != "cross"]
-            pairs = [(site.positional_confidence(offset), site.positional_share(offset)) for site in own]
-            values = [100 * value for pair in pairs for value in positional_census(*pair)["confidences"]]
+            values = [100 * value for site in own for value in site.positional_census(offset)["confidences"]]
             at = spot + (place - (len(models) - 1) / 2) * 0.85 / len(models)
             label = style.plain(model.name) if spot == 0 and len(models) > 1 else None
             spread = torch.linspace(-0.4 * half, 0.4 * half, len(values)).tolist() if len(values) > 1 else [0.0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
 from hf_entmax.analysis.plots.style import site_title
 from hf_entmax.analysis.statistics.result import AttentionStatistics
@@ -142,7 +141,7 @@ def _positions(statistics: AttentionStatistics) -> list[Finding]:
     for offset, where in ((-1, "the previous token"), (0, "the token itself"), (1, "the next token")):
         heads: list[tuple[float, HeadName]] = []
         for name, site in own.items():
-            census = positional_census(site.positional_confidence(offset), site.positional_share(offset))
+            census = site.positional_census(offset)
             pairs = zip(census["confidences"], census["heads"], strict=True)
             heads += [(confidence, (name, layer, head)) for confidence, (layer, head) in pairs]
         if not heads:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 from hf_entmax.analysis.statistics.sentences import LENGTH_CLASSES
 from hf_entmax.analysis.statistics.site import SiteStatistics
@@ -133,7 +132,7 @@ def census_rows(statistics: AttentionStatistics) -> list[Row]:
     rows = []
     for name, site in statistics.sites.items():
         for offset in (-1, 0, 1) if name != "cross" else ():
-            census = positional_census(site.positional_confidence(offset), site.positional_share(offset))
+            census = site.positional_census(offset)
             row = {"site": name, "offset": offset, "positional_heads": len(census["heads"])}
             row |= {"median_confidence": number(census["median"])}
             row |= {"median_confidence_all_heads": number(census["median_all"])}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_entmax.analysis.metrics.diversity import normalize_divergence
 from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, error_rate
+from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import (
     ALIGNMENT_ROLES,
     DEPENDENCY_ROLES,
@@ -146,6 +148,10 @@ class SiteStatistics:
         total = histogram.sum(-1, keepdim=True)
         place = (histogram.cumsum(-1) < total / 2).sum(-1).double()
         return self._mask(((place + 0.5) / CONFIDENCE_BINS).masked_fill(total[..., 0] == 0, float("nan")))
+
+    def positional_census(self, offset: int = -1) -> dict[str, Any]:
+        """The heads that are positional for an offset of -1, 0 or +1; see :func:`hf_entmax.analysis.positional_census`."""
+        return positional_census(self.positional_confidence(offset), self.positional_share(offset))
 
     def distance_profile(self) -> Tensor:
         """Share of the mass at every distance, [layers, heads, 2 D + 3]; see :func:`hf_entmax.analysis.distance_profile`."""
