@@ -126,7 +126,7 @@ def quickstart(
 
 @app.command()
 def bench(
-    preset: Annotated[str, Option(help="quick, targets, grid, model, losses or losses-small.")] = "quick",
+    preset: Annotated[str, Option(help="quick, targets, grid, decoding, model, losses or losses-small.")] = "quick",
     out: Annotated[Path | None, Option(help="Folder for the CSV and the plot; default: print only.")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",

@@ -79,6 +79,15 @@ def test_density_counts_allowed_pairs_only():
     assert runner._density(implementations.make_problem(sharp, "cpu", torch.float32)) < 0.05
 
 
+def test_decoding_says_what_is_read(monkeypatch):
+    case = Case(
+        "decoding", 1, 4, 200, head_dim=16, kv_heads=2, queries=1, modes=("forward",), against=("sdpa",), bits=4
+    )
+    rows, lines = run_tiny(monkeypatch, case)
+    assert [row.implementation for row in rows] == ["ours_exact", "sdpa"] and rows[1].ratio is not None
+    assert any("% of the keys are read, from 4 bits of each" in line for line in lines)
+
+
 def test_peak_memory_of_a_known_call():
     def call():
         first = torch.empty(2**20)  # 4 MiB

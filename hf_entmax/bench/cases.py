@@ -24,6 +24,7 @@ class Case:
         modes: of "forward", "forward+backward" and "memory".
         against: implementations to measure besides ours.
         targets: (implementation, mode, largest allowed ratio of ours to it).
+        bits: of a sketch of the keys: ours is then `hf_entmax.ops.exact_sparse_attention`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     modes: tuple[str, ...] = ("forward", "forward+backward")
     against: tuple[str, ...] = ("eager_softmax", "sdpa")
     targets: tuple[tuple[str, str, float], ...] = field(default=())
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,26 @@ def loss_cases(classes: int, rows: int) -> tuple[LossCase, ...]:
     return tuple(LossCase(kind, classes, rows, dimension) for dimension in (None, 256) for kind in _KINDS)
 
 
+_DECODING = tuple(
+    Case(
+        f"decoding, {length} keys, GQA 3:1, alpha {alpha}",
+        1,
+        9,
+        length,
+        kv_heads=3,
+        queries=1,
+        sharpness=4.0,
+        alpha=alpha,
+        modes=("forward",),
+        against=("sdpa", "ours_numba"),
+        targets=(("sdpa", "forward", limit), *((("ours_numba", "forward", 0.6),) if length == 4096 else ())),
+        bits=4,
+    )
+    for length, alpha, limit in ((4096, 1.5, 0.5), (32768, 1.5, 0.15), (32768, (1.1, 2.0), 0.35))
+)
+
 #: Lists of cases by name: "targets" (with the ratios each should reach), "grid" (length x sharpness x causal), "quick".
+#: "decoding" is one query and a sketch of the keys.
 PRESETS: dict[str, tuple[AnyCase, ...]] = {
     "quick": (
         Case("L128, q x 2", 4, 8, 128, against=_EVERYBODY),
@@ -166,6 +187,7 @@ PRESETS: dict[str, tuple[AnyCase, ...]] = {
     ),
     "targets": _TARGETS,
     "grid": _GRID,
+    "decoding": _DECODING,
     "model": (_TARGETS[-1],),
     "losses": loss_cases(128_000, 2048),
     "losses-small": tuple(LossCase(kind, 4000) for kind in _KINDS),

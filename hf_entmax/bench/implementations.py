@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.bench.cases import Case, ModelCase
-from hf_entmax.ops import entmax_attention
+from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
 from hf_entmax.ops.backends import Backend, available_backends
 
 
@@ -134,6 +134,19 @@ def _ours(backend: Backend) -> Callable[[Problem], Callable[[], Tensor]]:
     return make
 
 
+def exact_counts(problem: Problem) -> Callable[[], tuple[Tensor, Any]]:
+    """Output and counts of exact sparse attention; the keys are sketched once, as a cache does."""
+    query, key, value, alpha = (t.detach() for t in problem.tensors())
+    sketch = sketch_keys(key, problem.case.bits or 4)
+    options = {"key_padding_mask": problem.real_keys, "is_causal": problem.case.causal}
+    return lambda: exact_sparse_attention(query, sketch, key, value, alpha, **options)
+
+
+def _exact(problem: Problem) -> Callable[[], Tensor]:
+    attend = exact_counts(problem)
+    return lambda: attend()[0]
+
+
 #: Every implementation by name: how to make it, and whether its mapping is ours, entmax at 1.5 whatever alpha, or softmax.
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], str]] = {
     "eager_softmax": (lambda problem: _dense(problem, lambda scores: torch.softmax(scores, -1)), "softmax"),
@@ -145,13 +158,14 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], str]
     "ours_torch": (_ours("torch"), "entmax"),
     "ours_numba": (_ours("numba"), "entmax"),
     "ours_triton": (_ours("triton"), "entmax"),
+    "ours_exact": (_exact, "entmax"),
 }
 
 
 def unavailable(name: str, device: str) -> str | None:
     """Why an implementation cannot run here, or None."""
     package = {"entmax_bisect": "entmax", "entmax15": "entmax"}.get(name, name)
-    if name.startswith("ours_"):
+    if name.startswith("ours_") and name != "ours_exact":
         backend = name.removeprefix("ours_")
         if backend != "torch" and (backend == "triton") != (device == "cuda"):
             return f"the {backend} backend does not run on {device}"
@@ -159,7 +173,7 @@ def unavailable(name: str, device: str) -> str | None:
         return None if state.startswith("available") else state
     if name == "adasplash" and device != "cuda":
         return "adasplash runs on CUDA only"
-    if name not in ("eager_softmax", "sdpa") and importlib.util.find_spec(package) is None:
+    if name not in ("eager_softmax", "sdpa", "ours_exact") and importlib.util.find_spec(package) is None:
         return f"{package} is not installed (pip install 'hf_entmax[benchmark]')"
     return None
 

@@ -16,6 +16,7 @@ from hf_entmax.bench.cases import PRESETS, AnyCase, Case, LossCase, ModelCase, l
 from hf_entmax.bench.implementations import (
     IMPLEMENTATIONS,
     Problem,
+    exact_counts,
     make_problem,
     reference_output,
     training_steps,
@@ -78,7 +79,7 @@ def run(
     """Measure a preset, or a grid of one's own, and write the results.
 
     Args:
-        preset: a name in `PRESETS`: "quick", "targets", "grid", "model", "losses" or "losses-small"; ignored when
+        preset: a name in `PRESETS`: "quick", "targets", "grid", "decoding", "model", "losses" or "losses-small"; ignored when
             ``lengths`` or ``classes`` is given.
         out: folder for ``<preset>-<device>.csv`` and, where matplotlib is installed, ``.png``; nothing is written if
             None.
@@ -173,7 +174,7 @@ def _measure_case(
 ) -> list[Measurement]:
     problem = make_problem(case, device, dtype)
     kernels = [name for name in ("ours_triton", "ours_numba") if unavailable(name, device) is None]
-    ours = [*kernels, "ours_torch"][0]
+    ours = "ours_exact" if case.bits else [*kernels, "ours_torch"][0]
     names = [ours, *(name for name in (case.against if chosen is None else chosen) if name != ours)]
     functions = {}
     for name in names:
@@ -183,6 +184,12 @@ def _measure_case(
             continue
         functions[name] = _checked(name, problem, dtype)
     density = _density(problem)
+    if case.bits:
+        counts = exact_counts(problem)()[1]
+        share = int(counts.read.sum()) / max(1, int(counts.total.sum()))
+        report(
+            f"{case.name}: {100 * share:.2f} % of the keys are read, from {case.bits} bits of each; the others have weight 0"
+        )
     rows = []
     for mode in case.modes:
         if mode == "memory":

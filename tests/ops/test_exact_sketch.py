@@ -55,7 +55,7 @@ def test_no_key_is_further_from_its_code_than_half_a_step(kind):
 def test_a_page_that_cannot_be_bounded_says_so(bad):
     key = torch.randn(1, 2, 64, 8)
     key[0, 1, 40, 3] = bad
-    sketch = sketch_keys(key)
+    sketch = sketch_keys(key, page_size=32)
     assert sketch.norm.isinf().tolist() == [[[False, False], [False, True]]]
     assert sketch.low.isfinite().all() and sketch.step.isfinite().all()
 
@@ -76,7 +76,7 @@ def test_a_sketch_that_grows_equals_one_made_at_once(bits):
 
 def test_keys_that_were_sketched_are_not_looked_at_again():
     key = torch.randn(1, 1, 64, 16)
-    sketch, whole = sketch_keys(key[:, :, :32]), sketch_keys(key)
+    sketch, whole = sketch_keys(key[:, :, :32], page_size=32), sketch_keys(key, page_size=32)
     spoilt = key.clone()
     spoilt[:, :, :32] = math.nan
     sketch.extend(spoilt, 64)

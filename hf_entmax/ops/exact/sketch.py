@@ -67,7 +67,7 @@ class KeySketch:
         capacity: int,
         *,
         bits: int = 4,
-        page_size: int = 32,
+        page_size: int = 64,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> KeySketch:
@@ -241,7 +241,7 @@ class KeySketch:
         self.codes, self.low, self.step, self.norm = grown
 
 
-def sketch_keys(key: Tensor, bits: int = 4, page_size: int = 32) -> KeySketch:
+def sketch_keys(key: Tensor, bits: int = 4, page_size: int = 64) -> KeySketch:
     """Sketch all whole pages of ``key`` ``[B, H_kv, T, D]``; arguments and errors as of `KeySketch.allocate`."""
     if key.dim() != 4:
         raise ValueError(f"key has shape {tuple(key.shape)}, but must have four dimensions [B, H_kv, T, D].")
@@ -254,10 +254,9 @@ def sketch_keys(key: Tensor, bits: int = 4, page_size: int = 32) -> KeySketch:
 
 
 def suggested_bits(alpha: float | Tensor) -> int:
-    """The number of bits with which least is read: the nearer alpha comes to 1, the closer scores lie to the threshold.
+    """The number of bits with which least is read: the nearer alpha comes to 1, the more keys lie close to the threshold.
 
     Args:
         alpha: of all heads that share a sketch.
     """
-    mean = float(torch.as_tensor(alpha).double().mean())
-    return 4 if mean >= 1.2 else 6
+    return 4 if float(torch.as_tensor(alpha).double().mean()) >= 1.15 else 6

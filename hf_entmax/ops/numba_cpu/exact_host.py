@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from hf_entmax.ops.options import AttentionOptions
 from . import layout, runtime
 from .arguments import EXACT_RECORD, structure
 from .function import in_rows_layout, limits_and_mask
-from .host import as_rows, as_term, set_rows, storage
+from .host import as_rows, as_term, storage
 from .solvers import find_solvers
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LEAST_U = {2: 0.3, 4: 0.1, 6: 0.05, 8: 0.05}
 # Pieces of a key head's pages, for each thread and all key heads together.
 _ITEMS_PER_THREAD = 4
+# Products of a query and keys below which no further thread is asked for.
+_PRODUCTS_PER_THREAD = 1 << 22
 # The rounding of a score and its bound over ``|q| |k|``: see `hf_entmax.ops.exact.bounds`.
 _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
@@ -48,56 +51,54 @@ def attend(
     query = as_rows(query)
     # Read as they are: a row is only asked to be contiguous.
     key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (key, value))
-    u = alpha.detach().double().expand(heads).numpy() - 1.0
-    if not (np.isfinite(u) & (u >= 0)).all():
-        raise ValueError(f"alpha is {(u + 1).tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax).")
-    alphas = u + 1.0
+    # Everything the record points to must live as long as the launches.
+    alphas = alpha.detach().double().expand(heads).contiguous()
+    bounds = f"exact_bounds_{sketch.bits}"
+    most, solvers = _known(alphas.numpy().tobytes(), bounds)
     value_vectors = layout.vectors(value.shape[-1])
     out = torch.empty((batch, queries, heads, layout.LANES * value_vectors)).transpose(1, 2)
-    counts = torch.empty((3, rows), dtype=torch.int64)
+    counts = torch.empty((3, batch, heads, queries), dtype=torch.int64)
 
     r = _Record()
-    for name, tensor in (("q", query), ("k", key), ("v", value), ("out", out)):
-        set_rows(r, name, tensor)
+    r.q, (r.q_b, r.q_h, r.q_t) = _place(query)
+    r.k, (r.k_b, r.k_h, r.k_t) = _place(key)
+    r.v, (r.v_b, r.v_h, r.v_t) = _place(value)
+    r.out, (r.out_b, r.out_h, r.out_t) = _place(out)
     terms = [None if t is None else as_term(t, shape) for t in (mask, bias)]
-    for name, term in zip(("mask", "bias"), terms, strict=True):
-        if term is not None:
-            set_rows(r, name, term)
     if terms[0] is not None:
+        r.mask, (r.mask_b, r.mask_h, r.mask_t) = _place(terms[0])
         r.mask_kind = 1 if terms[0].dtype == torch.bool else 2
+    if terms[1] is not None:
+        r.bias, (r.bias_b, r.bias_h, r.bias_t) = _place(terms[1])
     if limits is not None:
         r.key_limits = limits.ctypes.data
     sinks = None if sink is None else sink.detach().double().contiguous()
     if sinks is not None:
         r.sinks = sinks.data_ptr()
-    r.alpha = alphas.ctypes.data
+    r.alpha, r.solvers = alphas.data_ptr(), solvers.ctypes.data
     r.batch, r.heads, r.queries, r.keys, r.kv_heads, r.groups = *shape, kv_heads, heads // kv_heads
     r.depth_vectors, r.value_vectors = layout.vectors(query.shape[-1]), value_vectors
-    r.key_kind, r.value_kind, r.key_dim, r.value_dim = (
-        _KINDS[key.dtype],
-        _KINDS[value.dtype],
-        key.shape[-1],
-        value.shape[-1],
-    )
+    r.key_kind, r.value_kind = _KINDS[key.dtype], _KINDS[value.dtype]
+    r.key_dim, r.value_dim = key.shape[-1], value.shape[-1]
     r.causal, r.window = int(options.is_causal), options.sliding_window or 0
     r.softcap, r.scaling = options.softcap or 0.0, options.scale(key.shape[-1])
-    r.total, r.read, r.nonzero = (counts[i].data_ptr() for i in range(3))
+    r.total = counts.data_ptr()
+    r.read, r.nonzero = r.total + 8 * rows, r.total + 16 * rows
     r.rounding, r.least_u = _ROUNDING * (key.shape[-1] + 16), _LEAST_U[sketch.bits]
-    threads = torch.get_num_threads()
+    # A thread that is woken costs as much time as some millions of products.
+    threads = min(torch.get_num_threads(), 1 + rows * keys * key.shape[-1] // _PRODUCTS_PER_THREAD)
 
-    bounds = f"exact_bounds_{sketch.bits}"
-    solve = find_solvers(u, "exact_rows", (bounds,))
-    if pages and (u >= r.least_u).any():
-        for name, tensor in (
-            ("codes", sketch.codes),
-            ("low", sketch.low),
-            ("step", sketch.step),
-            ("norm", sketch.norm),
-        ):
-            size, stride = tensor.element_size(), tensor.stride()
-            setattr(r, name, tensor.data_ptr())
-            setattr(r, f"{name}_b", size * stride[0])
-            setattr(r, f"{name}_h", size * stride[1])
+    pairs = batch * kv_heads
+    division = layout.bounds_scratch(r.depth_vectors, rows // pairs)
+    lists = layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1)
+    scratch = storage(threads * max(division["scratch_bytes"], lists["scratch_bytes"]))
+    counters = torch.zeros(4, dtype=torch.int64)
+    r.scratch = scratch.data_ptr()
+    if pages and most >= r.least_u:
+        r.codes, (r.codes_b, r.codes_h, _) = _place(sketch.codes)
+        r.low, (r.low_b, r.low_h, _) = _place(sketch.low)
+        r.step, (r.step_b, r.step_h, _) = _place(sketch.step)
+        r.norm, (r.norm_b, r.norm_h, _) = _place(sketch.norm)
         r.page_size, r.pages = sketch.page_size, pages
         # A spare vector, because the last store of a row may run over its end.
         r.upper_bytes = 4 * sketch.length + layout.VECTOR
@@ -105,18 +106,31 @@ def attend(
         r.upper = held.data_ptr()
         r.tops = r.upper + rows * r.upper_bytes
         r.widths = r.tops + 4 * rows * pages
-        pairs = batch * kv_heads
         r.chunks = 1 if threads == 1 else max(1, min(-(-_ITEMS_PER_THREAD * threads // pairs), pages // 8))
-        _launch(bounds, r, layout.bounds_scratch(r.depth_vectors, rows // pairs), pairs * r.chunks, threads)
-    r.solvers = solve.single.ctypes.data
-    _launch("exact_rows", r, layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1), rows, threads)
-    return in_rows_layout(out, value), counts.view(3, batch, heads, queries).sum(-1)
+        _launch(bounds, r, division, counters.data_ptr(), pairs * r.chunks, threads)
+    _launch("exact_rows", r, lists, counters.data_ptr() + 16, rows, threads)
+    return in_rows_layout(out, value), counts[..., 0] if queries == 1 else counts.sum(-1)
 
 
-def _launch(name: str, r: object, scratch: dict[str, int], items: int, threads: int) -> None:
-    for field, size in scratch.items():
+def _place(tensor: Tensor) -> tuple[int, list[int]]:
+    """The address of a tensor of four dimensions, or three, and its byte strides over the first three."""
+    size = tensor.element_size()
+    return tensor.data_ptr(), [size * step for step in tensor.stride()[:3]]
+
+
+def _launch(name: str, r: Any, division: dict[str, int], counters: int, items: int, threads: int) -> None:
+    for field, size in division.items():
         setattr(r, field, size)
-    threads = max(1, min(threads, items))
-    memory, counters = storage(threads * scratch["scratch_bytes"]), np.zeros(2, np.int64)
-    r.scratch, r.counters = memory.data_ptr(), counters.ctypes.data  # type: ignore[attr-defined]
-    runtime.launch(name, r, items, threads)  # type: ignore[arg-type]
+    r.counters = counters
+    runtime.launch(name, r, items, min(threads, items))
+
+
+@functools.lru_cache(maxsize=256)
+def _known(alphas: bytes, bounds: str) -> tuple[float, np.ndarray]:
+    """The largest ``alpha - 1``, and the addresses of the solvers: alphas stay as they are while a text is generated."""
+    u = np.frombuffer(alphas) - 1.0
+    if not (np.isfinite(u) & (u >= 0)).all():
+        raise ValueError(
+            f"alpha is {(u + 1).tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax)."
+        )
+    return float(u.max()), find_solvers(u, "exact_rows", (bounds,)).single

@@ -127,8 +127,7 @@ def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
     return limits, bool((flags.sum(axis=1) == high - low).all())
 
 
-def set_rows(record: Any, name: str, tensor: Tensor) -> None:
-    """Note the address of a tensor [B, heads, T, ...] and its byte strides."""
+def _set_rows(record: Any, name: str, tensor: Tensor) -> None:
     size, stride = tensor.element_size(), tensor.stride()
     setattr(record, name, tensor.data_ptr())
     for axis, step in zip("bht", stride, strict=False):
@@ -178,10 +177,10 @@ class Call:
         self.record = _Record()
         r = self.record
         for name, tensor in (("q", self.query), ("k", self.key), ("v", self.value)):
-            set_rows(r, name, tensor)
+            _set_rows(r, name, tensor)
         for name, term in zip(("mask", "bias"), self.terms, strict=True):
             if term is not None:
-                set_rows(r, name, term)
+                _set_rows(r, name, term)
                 if name == "mask":
                     r.mask_kind = 1 if term.dtype == torch.bool else 2
         r.alpha = self.alpha.ctypes.data
@@ -253,7 +252,7 @@ class Call:
         progress = np.zeros(self.items, np.int64)
         solve = attention_solvers((self.alpha - 1.0).tobytes(), keep)
         r.solvers, r.solve_batch, r.solve_even_rows = solve.single.ctypes.data, solve.batch, solve.even_rows
-        set_rows(r, "out", out)
+        _set_rows(r, "out", out)
         r.weights = 0 if weights is None else weights.data_ptr()
         r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()
         r.row_start = row_start.data_ptr()
@@ -332,7 +331,7 @@ class Call:
         r.store_gradient = int(support.store_gradient)
         batch, heads, _queries, _keys = self.shape
         dout = as_rows(dout)
-        set_rows(r, "dout", dout)
+        _set_rows(r, "dout", dout)
         if dweights is not None:
             dweights = dweights.float().contiguous()
             r.dweights = dweights.data_ptr()
@@ -342,7 +341,7 @@ class Call:
         dq = dk = dv = None
         if want_q:
             dq = _gradient_of(self.query)
-            set_rows(r, "dq", dq)
+            _set_rows(r, "dq", dq)
         if want_k:
             dk = self._key_gradient("dk", self.key)
         if want_v:
@@ -360,11 +359,11 @@ class Call:
         """Where the gradient of keys or values is summed: one copy per slice of a head."""
         if self.chunks == 1:
             target = _gradient_of(tensor)
-            set_rows(self.record, name, target)
+            _set_rows(self.record, name, target)
             return target
         batch, kv_heads, keys, width = tensor.shape
         target = torch.empty((self.chunks, batch, kv_heads, keys, width))
-        set_rows(self.record, name, target[0])
+        _set_rows(self.record, name, target[0])
         return target
 
     def bias_gradient(self, support: Support, shape: tuple[int, ...]) -> Tensor:
