@@ -116,7 +116,7 @@ def attach(model: nn.Module, config: EntmaxConfig) -> None:
         if CHILD not in site.module._modules:
             heads = new_heads(site, config)
             _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
-            site.module.add_module(CHILD, heads)
+            site.module.add_module(CHILD, heads.train(site.module.training))
         if hasattr(site.module, LEFT_ALONE):
             delattr(site.module, LEFT_ALONE)
     patched = [site for site in sites if site.name in selected]
@@ -209,14 +209,14 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
                 _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
                 if scaling is not None:
                     heads.length_scaling = scaling
-                site.module.add_module(CHILD, heads)
+                site.module.add_module(CHILD, heads.train(site.module.training))
             owners[group] = heads  # type: ignore[assignment]
             continue
         tied = TiedAlpha(site.num_heads, owners[group])
         tied.backend = config.backend  # type: ignore[assignment]
         if (scaling := length_scaling_of(heads)) is not None:  # that is each module's own
             tied.length_scaling = scaling
-        site.module.add_module(CHILD, tied)
+        site.module.add_module(CHILD, tied.train(site.module.training))
 
 
 def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:

@@ -198,8 +198,9 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
 
     Args:
         model: a patched model.
-        values: one number for all heads, or site -> number or ``[layers, heads]``. A fixed alpha takes one number for
-            the whole model, which is written to the configuration too.
+        values: one number for all heads, or site -> number or ``[layers, heads]``, as `alphas` returns them: what stands
+            where there is no head, or a softmax, is not read. A fixed alpha takes one number for the whole model, which is
+            written to the configuration too.
 
     Raises:
         ValueError: if the model is not patched, a site is unknown, a shape does not fit, or a number is out of range.
@@ -225,7 +226,8 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
             if isinstance(module, FixedAlpha):
                 module.set_(float(values))
         return
-    sites = [s for s in attention_sites(model) if isinstance(attaching.heads_of(s), (LearnedAlpha, TiedAlpha))]
+    every = attention_sites(model)
+    sites = [s for s in every if isinstance(attaching.heads_of(s), (LearnedAlpha, TiedAlpha))]
     present = sorted({s.site for s in sites})
     by_site = values if isinstance(values, Mapping) else dict.fromkeys(present, values)
     if unknown := sorted(set(by_site) - set(present)):
@@ -235,17 +237,19 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
     for name, given in by_site.items():
         tensor = torch.as_tensor(given, dtype=torch.float32)
         own = [s for s in sites if s.site == name]
-        depth = max(s.layer for s in own) + 1
-        width = max(s.num_heads for s in own)
+        depth = max(s.layer for s in every if s.site == name) + 1
+        width = max(s.num_heads for s in every if s.site == name)
         if tensor.ndim and tuple(tensor.shape) != (depth, width):
             raise ValueError(
                 f"alphas of {name!r} have shape {tuple(tensor.shape)}; one number or ({depth}, {width}) = (layers, heads) is allowed."
             )
-        if not bool(((tensor >= lo) & (tensor <= hi)).all()):
+        rows = [(s, tensor if not tensor.ndim else tensor[s.layer, : s.num_heads]) for s in own]
+        read = torch.cat([row.reshape(-1) for _, row in rows])
+        if not bool(((read >= lo) & (read <= hi)).all()):
             raise ValueError(
-                f"alphas of {name!r} must lie between {lo} and {hi} (alpha_range); given were {tensor.min():.4g} to {tensor.max():.4g}."
+                f"alphas of {name!r} must lie between {lo} and {hi} (alpha_range); given were {read.min():.4g} to {read.max():.4g}."
             )
-        planned += [(s, tensor if not tensor.ndim else tensor[s.layer, : s.num_heads]) for s in own]
+        planned += rows
     for site, row in planned:
         heads = attaching.heads_of(site)
         if isinstance(heads, LearnedAlpha) and heads.a.numel() == 1 and row.ndim:

@@ -243,6 +243,23 @@ def test_layers_that_differ_in_their_number_of_heads():
     assert torch.allclose(alphas(model)["encoder_self"][~table.isnan()], torch.tensor(1.5))
 
 
+def test_set_alphas_takes_what_alphas_gives():
+    sizes = dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1, 1], num_heads=[2, 4, 2], window_size=2)
+    model = patch_model(tf.SwinModel(tf.SwinConfig(**sizes)), layers=(0, 1), alpha_range=(1.2, 2.0), alpha_init=1.5)
+    table = alphas(model)  # NaN where there is no head, 1 in the layer that keeps its softmax
+    set_alphas(model, 1.9)
+    set_alphas(model, table)
+    assert torch.allclose(alphas(model)["encoder_self"], table["encoder_self"], equal_nan=True)
+    table["encoder_self"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="between 1.2 and 2.0"):
+        set_alphas(model, table)
+
+
+def test_new_parts_are_in_the_mode_of_the_model():
+    model = patch_model(tiny.build("t5").eval(), tie="site")
+    assert not any(module.training for module in model.modules())
+
+
 def test_alphas_in_the_graph():
     model = patch_model(tiny.build("gpt2"))
     sum(v.sum() for v in alphas(model, detach=False).values()).backward()
