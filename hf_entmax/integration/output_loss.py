@@ -57,6 +57,8 @@ class OutputLoss:
         # Inside `counting_support`: of every row of every batch, the classes with a probability above 0 and the positions,
         # summed; else None.
         self.support: list[Tensor] | None = None
+        #: Where somebody looks: the nodes of the autograd graph that made losses; None for one that a compiler hides.
+        self.nodes: list[Any] | None = None
         self._hidden: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -68,6 +70,7 @@ class OutputLoss:
         if given.get("fused_lm_head"):
             return self._fused(module, labels, given, output)
         loss = self._loss(module, _logits(module, output), labels, given)
+        self._remember(loss)
         auxiliary = _auxiliary(module, output)
         if auxiliary is not None:
             loss = loss + auxiliary
@@ -75,6 +78,10 @@ class OutputLoss:
             return (loss, *output[1:])
         output["loss"] = loss
         return output
+
+    def _remember(self, loss: Tensor) -> None:
+        if self.nodes is not None:
+            self.nodes.append(None if torch.compiler.is_compiling() else loss.grad_fn)
 
     def _loss(self, module: nn.Module, logits: Tensor, labels: Tensor, given: dict[str, Any]) -> Tensor:
         labels = labels.to(logits.device)
@@ -165,6 +172,7 @@ class OutputLoss:
         if self.support is not None:
             self._count(sizes, shifted, shifted[shifted != -100])
         items = given.get("num_items_in_batch")
+        self._remember(losses)
         loss = losses.sum() / (output.label_mask.sum().clamp(min=1) if items is None else items)
         auxiliary = _auxiliary(module, output)
         output["loss"] = loss if auxiliary is None else loss + auxiliary

@@ -92,6 +92,7 @@ def _refuse_other_losses(trainer: Any) -> None:
             f"Leave it out, give {smoothed}, or, where that is what you want, say so: set replaces_output_loss = True on "
             "the function."
         )
+    _watch_own_loss(trainer, option, smoothed)
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
     if not kinds:
         return
@@ -109,6 +110,57 @@ def _refuse_other_losses(trainer: Any) -> None:
     for hook in output_losses(trainer.model):
         hook.replaces_log_probs = True
     check_fused_head(trainer.model)
+
+
+def _watch_own_loss(trainer: Any, option: str, smoothed: str) -> None:
+    """Where a trainer has a ``compute_loss`` of its own: look once, in the first step, whether its loss is made of ours.
+
+    Only the graph tells a loss that adds something to ``super().compute_loss(...)`` from one that takes its place.
+    """
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    if owner.__module__.partition(".")[0] in ("transformers", "trl") or getattr(trainer, "replaces_output_loss", False):
+        return
+    compute = trainer.compute_loss
+
+    @functools.wraps(compute)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        hooks, nodes = output_losses(trainer.model), []
+        for hook in hooks:
+            hook.nodes = nodes
+        try:
+            found = compute(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.nodes = None
+        loss = found[0] if isinstance(found, tuple) else found
+        if not loss.requires_grad:  # evaluation
+            return found
+        if None not in nodes and not _made_of(loss, nodes):
+            raise ValueError(
+                f"{owner.__name__}.compute_loss makes a loss that has no part of the loss of {option}, which it would silently "
+                "replace. Start from super().compute_loss(...) or outputs.loss, with the labels given to the model; or train "
+                f"with compute_loss_func={smoothed}; or, where that is what you want, set replaces_output_loss = True on "
+                f"{type(trainer).__name__}."
+            )
+        del trainer.compute_loss
+        return found
+
+    trainer.compute_loss = compute_loss
+
+
+def _made_of(loss: torch.Tensor, nodes: list[Any]) -> bool:
+    """Whether one of these nodes lies in the autograd graph of a loss."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes:
+            return True
+        seen.add(node)
+        todo += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def _mean_support(trainer: Any, dataloader: Any, batches: list[torch.Tensor]) -> float | None:

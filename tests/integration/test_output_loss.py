@@ -350,6 +350,60 @@ def test_trainers_that_take_another_loss_are_refused_by_name():
     trainer(model, own_loss)
 
 
+class _Adds(tf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 0.01 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class _Replaces(tf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class _TakesTheLabels(_Replaces):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels, outputs = inputs.pop("labels"), model(input_ids=inputs["input_ids"])
+        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class _SaysSo(_Replaces):
+    replaces_output_loss = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "output_alpha", "refused"),
+    [
+        (_Adds, 1.5, False),
+        (_Replaces, 1.5, True),
+        (_TakesTheLabels, 1.5, True),
+        (_SaysSo, 1.5, False),
+        (_Replaces, None, False),
+    ],
+)
+def test_a_trainer_with_a_loss_of_its_own(tmp_path, kind, output_alpha, refused):
+    model = patch_model(tiny.build("llama"), output_alpha=output_alpha)
+    batch = tiny.inputs("llama", batch=4)
+    rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=2, save_strategy="no", disable_tqdm=True
+    )
+    trainer = kind(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.evaluate()
+    if refused:
+        with pytest.raises(
+            ValueError, match=rf"{kind.__name__}\.compute_loss .* output_alpha=1\.5.*replaces_output_loss"
+        ):
+            trainer.train()
+        return
+    trainer.train()
+    assert "compute_loss" not in vars(trainer)
+
+
 def test_trl_trains_with_the_entmax_loss(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
