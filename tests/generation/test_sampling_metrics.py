@@ -102,6 +102,7 @@ def test_in_the_trainer(family, tmp_path):
     assert all(rows.shape[-1] == 4 for rows in kept)
 
 
+@pytest.mark.works_with("evaluate", "hf_entmax.generation.SAMPLING_METRIC as a metric that evaluate.load takes")
 def test_as_a_metric_of_evaluate():
     import evaluate
 

