@@ -62,7 +62,9 @@ DECODERS = {
         tf.GPT2Config(**_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, **extra)
     ),
     "llama": lambda **extra: tf.LlamaForCausalLM(tf.LlamaConfig(**_LLAMA, **extra)),
-    "gemma2": lambda **extra: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=4, **extra)),
+    "gemma2": lambda **extra: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**{**_LLAMA, "head_dim": 8, "sliding_window": 4, **extra})
+    ),
     "mistral": lambda **extra: tf.MistralForCausalLM(tf.MistralConfig(**{**_LLAMA, "sliding_window": 3, **extra})),
     "qwen2": lambda **extra: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_LLAMA, **extra)),
     "gpt_neox": lambda **extra: tf.GPTNeoXForCausalLM(
@@ -111,7 +113,11 @@ def build(family: str, seed: int = 0, **extra):
     """A tiny model of a family in eval mode, with eager attention unless said otherwise and weights large enough to matter."""
     torch.manual_seed(seed)
     extra.setdefault("attn_implementation", "eager")
-    model = FAMILIES[family](**extra)
+    return enlarged(FAMILIES[family](**extra))
+
+
+def enlarged(model):
+    """The model in eval mode, its weights large enough to matter."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and parameter.requires_grad and "norm" not in name.lower():

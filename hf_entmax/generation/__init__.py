@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_entmax.generation.beam import beam_search, certified_beam_search
     from hf_entmax.generation.best_first import enumerate_hypotheses, exact_map
+    from hf_entmax.generation.certificate import Certificate
+    from hf_entmax.generation.exact_cache import ExactSparseCache
     from hf_entmax.generation.forced import ForcedDecoding, force_decode
     from hf_entmax.generation.metrics import (
         SAMPLING_METRIC,
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "SAMPLING_METRIC": "metrics",
+    "Certificate": "certificate",
     "EntmaxLogitsProcessor": "processor",
+    "ExactSparseCache": "exact_cache",
     "ForcedDecoding": "forced",
     "HypothesisTree": "tree",
     "SamplingMetrics": "metrics",
@@ -47,7 +51,9 @@ _HOMES = {
 
 __all__ = [
     "SAMPLING_METRIC",
+    "Certificate",
     "EntmaxLogitsProcessor",
+    "ExactSparseCache",
     "ForcedDecoding",
     "HypothesisTree",
     "SamplingMetrics",

@@ -1,4 +1,4 @@
-"""``generate()`` of a model with ``output_alpha`` uses entmax probabilities, with nothing to pass."""
+"""What ``generate()`` does for patched models: entmax probabilities for ``output_alpha``, and the cache that reads sparsely."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from typing import Any
 from hf_entmax.generation.processor import EntmaxLogitsProcessor
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
 
+#: ``generate(cache_implementation=...)``, or the same field of a generation configuration, for `ExactSparseCache`.
+CACHE_IMPLEMENTATION = "exact_sparse"
+
 
 def install() -> None:
-    """Hook ``GenerationMixin._get_logits_processor`` and ``init_continuous_batching``.
+    """Hook ``GenerationMixin._get_logits_processor``, ``_prepare_cache_for_generation`` and ``init_continuous_batching``.
 
     Raises:
         ImportError: if this version of Transformers has it with other parameters.
     """
+    from transformers.generation import configuration_utils
     from transformers.generation.utils import GenerationMixin
 
     if getattr(GenerationMixin, "_hf_entmax_hooked", False):
         return
     require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
     require(GenerationMixin, "init_continuous_batching", ["self", "generation_config"])
+    require(GenerationMixin, "_prepare_cache_for_generation", ["self", "generation_config", "model_kwargs"])
+    names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
     original = GenerationMixin._get_logits_processor  # type: ignore[attr-defined]
 
     @functools.wraps(original)
@@ -39,6 +46,21 @@ def install() -> None:
             processors.insert(_place(processors), EntmaxLogitsProcessor(alpha))
         return processors
 
+    prepare = GenerationMixin._prepare_cache_for_generation  # type: ignore[attr-defined]
+
+    @functools.wraps(prepare)
+    def prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        asked = (
+            generation_config.cache_implementation == CACHE_IMPLEMENTATION and generation_config.use_cache is not False
+        )
+        # A cache that is given as well is an error, which Transformers raises.
+        if asked and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = _new_cache(self, generation_config)
+            return None
+        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+
     batching = GenerationMixin.init_continuous_batching  # type: ignore[attr-defined]
 
     @functools.wraps(batching)
@@ -53,7 +75,31 @@ def install() -> None:
 
     GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]
     GenerationMixin.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
+    GenerationMixin._prepare_cache_for_generation = prepare_cache_for_generation  # type: ignore[attr-defined]
     GenerationMixin._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _new_cache(model: Any, generation_config: Any) -> Any:
+    from hf_entmax.generation.exact_cache import ExactSparseCache
+
+    if not model._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{type(model).__name__} makes a cache of its own kind, in which cache_implementation={CACHE_IMPLEMENTATION!r} has "
+            "no place: leave it out."
+        )
+    options = dict(generation_config.cache_config or {})
+    if generation_config.max_cache_len is not None:
+        options.setdefault("max_cache_len", generation_config.max_cache_len)
+    try:
+        cache = ExactSparseCache(model, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"cache_config={generation_config.cache_config!r} does not fit cache_implementation={CACHE_IMPLEMENTATION!r}: {error}. "
+            "It takes bits, page_size, max_cache_len and verify."
+        ) from error
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+    return cache
 
 
 def _place(processors: list[Any]) -> int:

@@ -33,6 +33,25 @@ if TYPE_CHECKING:
 CHILD = "entmax_norm"
 #: Set on attention modules that keep their softmax because the configuration says so.
 LEFT_ALONE = "_entmax_left_alone"
+# Set on the keys that a cache hands out: its layer, which knows what of them need not be read.
+_CACHE_LAYER = "_entmax_cache_layer"
+
+
+def hand_out(key: Tensor, layer: Any) -> Tensor:
+    """Name the cache layer that holds these keys, so that the attention over them asks it.
+
+    The name is on this one tensor: whatever a model computes from it is read in full, as from any cache.
+
+    Args:
+        key: ``[B, H_kv, T_k, D]``.
+        layer: has ``attend(module, query, key, value, alpha, options, sink, backend)``, equal to
+            `hf_entmax.ops.attention.attend` after `append_sink`.
+
+    Returns:
+        The same tensor.
+    """
+    setattr(key, _CACHE_LAYER, layer)
+    return key
 
 
 def entmax_attention_forward(
@@ -118,15 +137,13 @@ def entmax_attention_forward(
     mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
     query = scaled_query(module, heads, query, key_length, options, mesh)
     sink = s_aux if s_aux is not None else sinks
-    if sink is not None:
-        if softcap is not None:
-            raise ValueError(
-                "Attention sinks together with softcap are not supported: the sink's score must not be capped."
-            )
-        key, value, options = append_sink(query, key, value, sink, options)
+    if sink is not None and softcap is not None:
+        raise ValueError(
+            "Attention sinks together with softcap are not supported: the sink's score must not be capped."
+        )
     if mesh is not None:  # sparse rows cannot be gathered
         options = dataclasses.replace(options, need_weights=bool(options.need_weights))
-    out, weights = _attend(heads, query, key, value, options, mesh)
+    out, weights = _attend(module, heads, query, key, value, options, sink, mesh)
     if weights is not None and sink is not None:
         weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
     out = out.transpose(1, 2).contiguous()
@@ -143,20 +160,25 @@ def entmax_attention_forward(
 
 
 def _attend(
+    module: nn.Module,
     heads: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
+    sink: Tensor | None,
     mesh: DeviceMesh | None,
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    if heads is None:
-        # A softmax on purpose: alpha = 1 is exactly that, on the path that knows every argument.
-        return attend(query, key, value, 1.0, options, "torch")
-    numbers = heads() if mesh is None else of_own_heads(heads(), mesh)
     # PEFT may have wrapped it; calling the wrapper gives the trained copy.
     kind = getattr(heads, "original_module", heads)
-    backend: Backend = getattr(kind, "backend", "auto")
+    # A softmax on purpose is alpha = 1, on the path that knows every argument.
+    numbers = 1.0 if heads is None else heads() if mesh is None else of_own_heads(heads(), mesh)
+    backend: Backend = "torch" if heads is None else getattr(kind, "backend", "auto")
+    layer = getattr(key, _CACHE_LAYER, None)
+    if layer is not None and not isinstance(kind, MappingOptions):
+        return layer.attend(module, query, key, value, numbers, options, sink, backend)
+    if sink is not None:
+        key, value, options = append_sink(query, key, value, sink, options)
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)

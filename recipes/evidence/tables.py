@@ -7,7 +7,21 @@ import re
 
 from . import claims
 from .claims_heads import models_by_kind, surest, surest_previous
-from .rows import SITES, Row, Rows, column, distinct, grouped, mean, order, pick, settings_table, spread, table
+from .rows import (
+    SITES,
+    Row,
+    Rows,
+    column,
+    distinct,
+    grouped,
+    machines,
+    mean,
+    order,
+    pick,
+    settings_table,
+    spread,
+    table,
+)
 
 
 def morphology(rows: Rows, group: str = "inflection") -> str:
@@ -85,6 +99,48 @@ def speed_commands(rows: Rows) -> str:
     # The script stood in another folder when the committed rows were made.
     commands = {row["command"].replace("recipes/benchmarks/", "recipes/") for row in rows("training_speed")}
     return "".join(f"    {command}\n" for command in sorted(commands))
+
+
+def long_context(rows: Rows, **wanted: object) -> str:
+    """Whole models that decode with a long cache."""
+    head = [
+        "alpha",
+        "batch",
+        "tokens",
+        "bits",
+        "keys read, %",
+        "nonzero, %",
+        "K and V read, MiB a step",
+        "softmax reads",
+    ]
+    head += ["extra memory, %", "tokens/s", "softmax, tokens/s", "its cache", "ratio"]
+    lines = []
+    for row in rows("long_context", **wanted):
+        alpha = "learned" if row["alpha"] == "own" else row["alpha"]
+        shares = [f"{100 * float(row[name]):.2f}" for name in ("read", "nonzero")]
+        bytes_ = [f"{float(row[name]):.0f}" for name in ("key_value_mib_per_step", "softmax_key_value_mib_per_step")]
+        speeds = [row[name] for name in ("tokens_per_second", "softmax_tokens_per_second", "softmax_cache", "ratio")]
+        memory = f"{100 * float(row['extra_memory']):.1f}"
+        lines.append([alpha, row["batch"], row["length"], row["bits"], *shares, *bytes_, memory, *speeds])
+    return table(head, lines)
+
+
+def long_context_commands(found: list[Row]) -> str:
+    """How rows were measured, and where."""
+    commands = "".join(f"    {command}\n" for command in distinct(found, "command"))
+    return f"{commands}\n{machines(found)}.\n"
+
+
+def long_context_operator(rows: Rows) -> str:
+    """Attention alone over repeated keys."""
+    head = ["alpha", "dtype", "keys", "bits", "keys read, %", "nonzero, %", "ms", "of dense entmax", "of SDPA softmax"]
+    lines = []
+    for row in rows("long_context_operator"):
+        alpha = "learned" if row["alpha"] == "own" else row["alpha"]
+        shares = [f"{100 * float(row[name]):.2f}" for name in ("read", "nonzero")]
+        ratios = [row[name] for name in ("ratio_to_dense", "ratio_to_softmax")]
+        lines.append([alpha, row["dtype"], row["length"], row["bits"], *shares, row["exact_ms"], *ratios])
+    return table(head, lines)
 
 
 def sites(rows: Rows) -> str:

@@ -1,0 +1,304 @@
+"""One layer of `ExactSparseCache`: a sketch of the keys beside them, and attention that reads what it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_entmax.generation.bits import BitChoice, Bits
+from hf_entmax.generation.certificate import LayerCertificate, Tally
+from hf_entmax.generation.growing_layer import GrowingLayer
+from hf_entmax.integration.interface import CHILD
+from hf_entmax.ops.attention import attend
+from hf_entmax.ops.backends import Backend
+from hf_entmax.ops.exact import KeySketch, exact_sparse_attention
+from hf_entmax.ops.exact.bounds import candidate_keys
+from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.solve import traced
+from hf_entmax.ops.sparse_rows import SparseRows
+
+#: More queries than this in one step are a prompt: the training kernel reads a key once for all of them.
+MOST_QUERIES = 8
+# With fewer keys than this the dense kernel takes no longer than the sketch ("auto" only).
+_SHORTEST = 1024
+# A weight that float32 may round to zero, at the alphas where weights fall off most steeply.
+_TINY_WEIGHT = 1e-5
+# What `AttentionOptions` and `exact_sparse_attention` have in common.
+_ARGUMENTS = (
+    "attention_mask",
+    "key_padding_mask",
+    "position_bias",
+    "is_causal",
+    "sliding_window",
+    "softcap",
+    "scaling",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a cache was asked for; see `hf_entmax.generation.ExactSparseCache`."""
+
+    bits: Bits
+    page_size: int
+    max_cache_len: int | None
+    verify: bool
+
+
+class ExactSparseLayer(GrowingLayer):
+    """Keys and values of one attention layer, with a sketch of the keys, made when the first token is decoded.
+
+    The keys that `update` returns name this layer, which is how the attention function finds `attend`. A model that
+    changes them on the way loses the name, and its attention reads every key.
+
+    Args:
+        name: for errors and the certificate.
+        plan: what the cache was asked for.
+        sliding_window: keys that a query of this layer sees at most, None for all; only these are kept.
+    """
+
+    def __init__(self, name: str, plan: Plan, sliding_window: int | None = None) -> None:
+        self.plan = plan
+        super().__init__(name, plan.max_cache_len, sliding_window)
+
+    def reset(self) -> None:
+        """Forget all keys, counts and who filled the cache."""
+        super().reset()
+        self._sketch: KeySketch | None = None
+        self._attended = 0
+        self._readers: dict[Any, tuple[str, Tensor]] = {}
+        self.tally, self.choice = Tally(), BitChoice(self.plan.bits)
+
+    def _restarted(self) -> None:
+        self._sketch = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of `GrowingLayer`; a page that is cut is sketched again once it is full."""
+        super().crop(tokens_to_remove)
+        self._attended = min(self._attended, self._total)
+        if self._sketch is not None:
+            self._sketch.crop(self._end)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """As of `GrowingLayer`, the sketch too."""
+        super().reorder_cache(beam_idx)
+        if self._sketch is not None:
+            self._sketch.reorder(beam_idx)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: float | Tensor,
+        options: AttentionOptions,
+        sink: Tensor | None,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor | SparseRows | None]:
+        """`hf_entmax.ops.attention.attend` over keys of this layer, reading only those that may have weight.
+
+        Args:
+            module: the attention module that asks; the cache must have been filled through the same one.
+            query: ``[B, H, T_q, D]``.
+            key: as `update` returned it.
+            value: likewise.
+            alpha: of the module's heads.
+            options: as for `attend`.
+            sink: ``[H]``, the score of one more key without a value, or None.
+            backend: as for `attend`.
+
+        Returns:
+            The output ``[B, H, T_q, D_v]``, and weights where they were asked for, the sink's among them.
+
+        Raises:
+            ValueError: if the cache was filled by another model, with another alpha or without the plugin, or if the
+                module is in training mode.
+        """
+        self._admit(module, alpha)
+        prompt = query.shape[2] > MOST_QUERIES
+        why = None if prompt else self._why_dense(key, alpha, options)
+        if prompt or why is not None:
+            if why is not None and not traced():
+                self.tally.add_dense(why, visible_pairs(query, key, options))
+            if sink is not None:
+                key, value, options = append_sink(query, key, value, sink, options)
+            return attend(query, key, value, alpha, options, backend)
+        key, value = self._key[:, :, : self._end], self._value[:, :, : self._end]  # type: ignore[index]
+        options = _shifted(options, self._first, key)
+        sketch = self._sketched()
+        arguments = {name: getattr(options, name) for name in _ARGUMENTS}
+        out, counts = exact_sparse_attention(query, sketch, key, value, alpha, sink=sink, backend=backend, **arguments)
+        step = torch.stack(counts).sum(1)
+        self.tally.add(step)
+        self.choice.saw(step[:2], key.shape[1], 8 * key.element_size())
+        if self.plan.verify:
+            self._verify(query, key, value, alpha, options, sink, out, step[2])
+        return out, None
+
+    def _admit(self, module: nn.Module, alpha: float | Tensor) -> None:
+        if module.training:
+            raise ValueError(
+                f"ExactSparseCache decodes without dropout, but {type(module).__name__} is in training mode: call model.eval()."
+            )
+        if self._before > self._attended:
+            raise ValueError(
+                f"Layer {self.name} of ExactSparseCache holds {self._before - self._attended} keys that were not computed "
+                "with this model's entmax attention: it was filled without the plugin. Make a new cache and let the "
+                "patched model read the prompt, or call cache.reset()."
+            )
+        self._attended = self._total
+        reader, own = getattr(module, "layer_idx", None), _identity(module)
+        alpha = torch.as_tensor(alpha).detach()
+        if reader not in self._readers:
+            self._readers[reader] = (own, alpha.clone())
+            self.choice.start(alpha, self._key.shape[1])  # type: ignore[union-attr]
+            return
+        other, before = self._readers[reader]
+        if own != other:
+            raise ValueError(
+                f"Layer {self.name} of ExactSparseCache was filled by another model than the one that reads it now: make one "
+                "cache for each model, or call cache.reset()."
+            )
+        if not torch.equal(alpha, before):
+            raise ValueError(
+                f"alpha changed while an ExactSparseCache was in use: layer {self.name} was filled with {_told(before)} and is "
+                f"read with {_told(alpha)}, so that its keys are not those of this model. Make a new cache, or call "
+                "cache.reset()."
+            )
+
+    def _why_dense(self, key: Tensor, alpha: float | Tensor, options: AttentionOptions) -> str | None:
+        """Why every key is to be read, or None."""
+        if options.need_weights:
+            return "weights asked for"
+        if torch.compiler.is_compiling() or traced():
+            return "compiled"
+        if not self.holds(key):
+            return "keys are not the buffer's"
+        if bool(torch.as_tensor(alpha == 1).all()):
+            return "softmax"
+        if self._end < (_SHORTEST if self.choice.automatic else self.plan.page_size):
+            return "few keys"
+        return "cheaper" if self.choice.bits is None else None
+
+    def _sketched(self) -> KeySketch:
+        """The sketch of all whole pages."""
+        key, bits = self._key, self.choice.bits
+        assert key is not None and bits is not None
+        if self._sketch is None or self._sketch.bits != bits:
+            batch, heads, capacity, width = key.shape
+            self._sketch = KeySketch.allocate(
+                batch,
+                heads,
+                width,
+                capacity,
+                bits=bits,
+                page_size=self.plan.page_size,
+                dtype=key.dtype,
+                device=key.device,
+            )
+        self._sketch.extend(key, self._end)
+        return self._sketch
+
+    def _verify(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: float | Tensor,
+        options: AttentionOptions,
+        sink: Tensor | None,
+        out: Tensor,
+        nonzero: Tensor,
+    ) -> None:
+        """Compare a step with dense weights in float64.
+
+        Raises:
+            RuntimeError: if a key that the bound excludes has weight, fewer keys have weight than in float64, where
+                weights that float32 may round to zero are not counted, or the outputs differ by more than rounding.
+        """
+        u = torch.as_tensor(alpha, device=query.device).double().expand(query.shape[1]) - 1
+        visible, read = candidate_keys(query, self._sketched(), key, u, options, sink)
+        wide = {name: t.double() if t.is_floating_point() else t for name, t in options.tensors().items()}
+        options = dataclasses.replace(options, **wide, need_weights=True)
+        given = query.double(), key.double(), value.double()
+        if sink is not None:
+            *last, options = append_sink(*given, sink.double(), options)
+            given = given[0], *last
+        expected, weights = attend(*given, alpha, options, "torch")  # type: ignore[arg-type]
+        weights = weights[..., : key.shape[2]]  # type: ignore[index]
+        dropped = int(((weights > 0) & visible & ~read).sum())
+        dropped += int(((weights > _TINY_WEIGHT).sum((0, 2, 3)) - nonzero).clamp(min=0).sum())
+        largest = value.double().nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-30)
+        error = ((out.double() - expected) / largest).abs()
+        # What is not finite comes out of both alike.
+        error = float(error.masked_fill((out.double() == expected) | (out.isnan() & expected.isnan()), 0.0).max())
+        self.tally.verified += 1
+        self.tally.violations += dropped
+        if dropped or not error <= 64 * torch.finfo(out.dtype).eps:
+            raise RuntimeError(
+                f"Layer {self.name}: {dropped} keys that were not read have weight, and the output differs from the dense one "
+                f"by {error:.3g} of the largest value. This is a fault of hf_entmax: please report it, with the model."
+            )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether attention comes to this layer for its keys, as far as one can tell."""
+        return bool(self._readers) or not self._total
+
+    def certificate(self) -> LayerCertificate:
+        """What this layer read and proved."""
+        held = 0
+        if self._key is not None and self._value is not None:
+            held = sum(t[:, :, : self._end].numel() * t.element_size() for t in (self._key, self._value))
+        sketch = self._sketch
+        own = 0 if sketch is None else sketch.nbytes * sketch.pages // max(1, sketch.norm.shape[2])
+        return self.tally.certificate(self.name, sketch and sketch.bits, own, held)
+
+
+def visible_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+    """int64 ``[H]``: pairs of a query and a key that it may attend to, over the batch."""
+    batch, heads, length_q, _ = query.shape
+    allowed = options.visible(length_q, key.shape[2], query.device)
+    if allowed is None:
+        return torch.full((heads,), batch * length_q * key.shape[2], device=query.device)
+    return allowed.expand(batch, heads, length_q, key.shape[2]).sum((0, 2, 3))
+
+
+def _shifted(options: AttentionOptions, more: int, key: Tensor) -> AttentionOptions:
+    """The same over ``more`` keys in front that nobody may see: what has left the window but is still in the buffer."""
+    if not more:
+        return options
+    padding = options.key_padding_mask
+    if padding is None:
+        padding = torch.ones(key.shape[0], key.shape[2] - more, dtype=torch.bool, device=key.device)
+    terms = {
+        name: term if term.shape[-1] == 1 else nn.functional.pad(term, (more, 0))
+        for name, term in options.tensors().items()
+        if name != "key_padding_mask"
+    }
+    return dataclasses.replace(options, key_padding_mask=nn.functional.pad(padding, (more, 0)), **terms)
+
+
+_identities: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def _identity(module: nn.Module) -> str:
+    """A few numbers of a module's weights, hashed: the same in a copy and in another process, another for other weights."""
+    if module not in _identities:
+        parts: list[Any] = [type(module).__qualname__, getattr(module, "layer_idx", None)]
+        for name, parameter in module.named_parameters():
+            if CHILD not in name:
+                own = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
+                parts.append((name, tuple(own.shape), own.flatten()[:4].tolist()))
+        _identities[module] = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return _identities[module]
+
+
+def _told(alpha: Tensor) -> str:
+    return f"alpha={[round(a, 6) for a in alpha.reshape(-1).tolist()]}"

@@ -1,0 +1,369 @@
+"""``ExactSparseCache``: generation with it equals generation without it, token by token, and says what it read."""
+
+import copy
+import pickle
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+import hf_entmax
+from hf_entmax.generation import ExactSparseCache
+from hf_entmax.generation.exact_layer import ExactSparseLayer, Plan
+
+#: Windows of two pages and a half, so that sketched keys leave them.
+_WINDOW = 40
+
+
+def _build(family):
+    """A tiny model: full attention, GQA, sliding windows, softcap, sinks, position bias, encoder-decoder."""
+    if family != "gpt_oss":
+        return tiny.build(family, **({"sliding_window": _WINDOW} if family in ("gemma2", "mistral") else {}))
+    torch.manual_seed(0)
+    config = tf.GptOssConfig(
+        **tiny._LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=_WINDOW
+    )
+    model = tf.GptOssForCausalLM(config)
+    for parameter in model.parameters():  # its experts are left uninitialised
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+FAMILIES = ["gpt2", "llama", "qwen2", "gpt_neox", "gemma2", "mistral", "gpt_oss", "t5", "bart", "marian", "mbart"]
+WAYS = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 4, "do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+}
+
+
+def _prompt(length=44, batch=2, padded=5):
+    ids = torch.randint(3, tiny.VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    ids[0, :padded] = tiny.PAD
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _generate(model, cache=None, new=18, **call):
+    torch.manual_seed(3)
+    inputs = {**_prompt(), "max_new_tokens": new, "eos_token_id": None, "pad_token_id": tiny.PAD, **call}
+    return model.generate(past_key_values=cache, **inputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_as_without(family, way):
+    model = hf_entmax.patch_model(_build(family), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16, verify=way == "greedy")
+    assert torch.equal(_generate(model, cache, **WAYS[way]), _generate(model, **WAYS[way]))
+    found = cache.certificate()
+    assert found.keys_total == found.keys_read + found.keys_zero and found.keys_zero > 0.05 * found.keys_total
+    assert found.violations == 0 and not found.others
+    assert (found.verified_steps > 0) == (way == "greedy")
+
+
+def test_learned_alphas_of_all_kinds_and_half_precision():
+    model = hf_entmax.patch_model(_build("llama"))
+    alphas = torch.tensor([[1.002, 1.3, 1.6, 1.95], [1.1, 1.5, 1.02, 1.8]])
+    hf_entmax.set_alphas(model, {"decoder_self": alphas})
+    for bits in (2, 6, 8):
+        cache = ExactSparseCache(model, bits=bits, page_size=16, verify=True)
+        assert torch.equal(_generate(model, cache), _generate(model))
+    low, high = (layer.read / layer.pairs for layer in cache.certificate().layers)
+    assert low[3] < low[0] and high[3] < high[2]  # heads nearer to softmax read more
+    model = model.to(torch.bfloat16)
+    cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
+    assert _generate(model, cache).shape == (2, 62) and cache.certificate().keys_zero > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+def test_tokens_taken_back_and_several_at_a_time(family):
+    """Assisted decoding proposes tokens, and crops what was refused at any place of a page."""
+    model = hf_entmax.patch_model(_build(family), alpha=1.5)
+    call = {"input_ids": torch.arange(44)[None] % 7 + 3, "attention_mask": None, "do_sample": False}
+    expected = _generate(model, **call)
+    cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
+    assert torch.equal(_generate(model, cache, prompt_lookup_num_tokens=5, **call), expected)
+    assert cache.certificate().verified_steps
+    if family == "llama":
+        cache = ExactSparseCache(model, bits=4, page_size=16)
+        assert torch.equal(_generate(model, cache, assistant_model=tiny.build("llama"), **call), expected)
+
+
+def _feed(layer, like, key, value):
+    """Give both layers the same; what they return and say must be the same."""
+    new = key.shape[2]
+    assert layer.get_mask_sizes(new) == like.get_mask_sizes(new)
+    found, expected = layer.update(key, value), like.update(key, value)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert layer.get_seq_length() == like.get_seq_length()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_buffers_hold_what_transformers_own_layers_hold(window):
+    draw = torch.Generator().manual_seed(0)
+    number = lambda *limits: int(torch.randint(*limits, (1,), generator=draw))  # noqa: E731
+    for record in (False, True):
+        like = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+        layer = ExactSparseLayer("self 0", Plan("auto", 16, None, False), window)
+        batch, places = 3, set()
+        for step in range(120):
+            if record and window is not None:
+                layer.record_past = like.record_past = True
+            new = number(1, 4) if step % 17 else number(1, 60)
+            _feed(layer, like, *(torch.randn(batch, 2, new, d) for d in (8, 5)))
+            places.add(layer._key.data_ptr())
+            if record:
+                back = number(0, new + 1)
+                layer.crop(-back), like.crop(-back)
+            if step % 11 == 3:
+                index = torch.randint(0, batch, (batch,), generator=draw)
+                layer.reorder_cache(index), like.reorder_cache(index)
+            if step == 50:
+                layer.batch_repeat_interleave(2), like.batch_repeat_interleave(2)
+            if step == 70:
+                kept = torch.tensor([0, 2, 5])
+                layer.batch_select_indices(kept), like.batch_select_indices(kept)
+            batch = layer._key.shape[0]
+        if window is None:
+            assert len(places) < 12  # not one for each step
+        else:
+            assert layer._key.shape[2] < 400
+        layer.reset(), like.reset()
+        _feed(layer, like, torch.randn(1, 4, 3, 6), torch.randn(1, 4, 3, 6))
+
+
+def test_room_for_a_given_length():
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16, max_cache_len=61)
+    expected = _generate(model)
+    assert torch.equal(_generate(model, cache), expected) and cache.get_max_length() == 61
+    places = [layer._key.data_ptr() for layer in cache.layers]
+    assert [layer._key.shape[2] for layer in cache.layers] == [61, 61]
+    cache.reset()
+    assert torch.equal(_generate(model, cache), expected)
+    assert len(places) == len(cache.layers)
+    with pytest.raises(ValueError, match="max_cache_len=61: give a larger one"):
+        cache.reset()
+        _generate(model, cache, new=19)
+
+
+def test_an_option_of_generate():
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    call = {"cache_implementation": "exact_sparse", "return_dict_in_generate": True}
+    out = _generate(model, cache_config={"bits": 4, "page_size": 16}, **call)
+    assert isinstance(out.past_key_values, ExactSparseCache)
+    assert torch.equal(out.sequences, _generate(model)) and out.past_key_values.certificate().keys_zero > 0
+    seq2seq = hf_entmax.patch_model(_build("t5"), alpha=1.5)
+    out = _generate(seq2seq, num_beams=2, **call)
+    assert isinstance(out.past_key_values, ExactSparseCache) and isinstance(out.past_key_values, tf.EncoderDecoderCache)
+    with pytest.raises(ValueError, match="not patched"):
+        _generate(_build("llama"), **call)
+    with pytest.raises(ValueError, match="It takes bits, page_size"):
+        _generate(model, cache_config={"nbits": 4}, **call)
+    with pytest.raises(ValueError, match="use only one of the two"):
+        _generate(model, ExactSparseCache(model), **call)
+    assert _generate(model, use_cache=False, **call).past_key_values is None
+
+
+def test_the_option_is_kept_in_a_checkpoint(tmp_path):
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    model.generation_config.cache_implementation = "exact_sparse"
+    model.generation_config.cache_config = {"bits": 6, "page_size": 16}
+    model.save_pretrained(tmp_path)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    cache = _generate(loaded, return_dict_in_generate=True).past_key_values
+    assert [layer.bits for layer in cache.certificate().layers] == [6, 6]
+
+
+def test_a_prompt_read_once_and_used_again():
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16)
+    inputs = {"input_ids": torch.randint(3, tiny.VOCAB, (1, 40)), "attention_mask": None}
+    with torch.no_grad():
+        model(inputs["input_ids"], past_key_values=cache)
+    longer = torch.cat([inputs["input_ids"], torch.tensor([[5, 6, 7]])], -1)
+    expected = _generate(model, **{**inputs, "input_ids": longer})
+    for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        assert torch.equal(_generate(model, again, **{**inputs, "input_ids": longer}), expected)
+        assert again.certificate().keys_zero > 0
+
+
+def test_counts():
+    model = hf_entmax.patch_model(_build("t5"), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16)
+    _generate(model, cache, new=21)
+    found = cache.certificate()
+    names = ["self 0", "self 1", "cross 0", "cross 1"]
+    assert [layer.name for layer in found.layers] == names
+    own, cross = found.layers[0], found.layers[2]
+    # Two sequences; the prompt of the decoder is one token. Cross-attention does not see 5 padded keys of the first.
+    assert own.pairs.tolist() == [2 * sum(range(1, 22))] * 4 and cross.pairs.tolist() == [21 * (44 + 39)] * 4
+    assert own.dense_steps == {"few keys": 15} and own.steps == 6 and cross.steps == 21
+    assert own.dense.tolist() == [2 * sum(range(1, 16))] * 4
+    assert (cross.nonzero <= cross.read).all() and (cross.read <= cross.pairs).all()
+    assert cross.last_steps.shape == (21, 3, 4) and torch.equal(cross.last_steps.sum(0)[1], cross.read)
+    assert own.last_steps[:15, 2].eq(-1).all()
+    assert cross.sketch_bytes > 0 and cross.cache_bytes == 2 * 2 * 4 * 44 * 4 * 4
+    assert sum(row["keys_read"] for row in found.rows()) == found.keys_read and len(found.rows()) == 16
+    text = str(found)
+    assert f"{found.keys_zero:,} proved zero" in text and "0 violations" in text and "15 dense (few keys)" in text
+    assert all(name in text for name in names)
+    cache.reset()
+    assert cache.certificate().keys_total == 0 and str(cache.certificate())
+
+
+def test_bits_are_chosen_by_what_is_read(monkeypatch):
+    monkeypatch.setattr("hf_entmax.generation.exact_layer._SHORTEST", 16)
+    model = hf_entmax.patch_model(_build("llama"))
+    for alpha, bits in ((1.01, None), (1.1, 6), (1.9, 4)):
+        hf_entmax.set_alphas(model, alpha)
+        cache = ExactSparseCache(model, page_size=16)
+        assert torch.equal(_generate(model, cache, new=3), _generate(model, new=3))
+        assert [layer.bits for layer in cache.certificate().layers] == [bits, bits]
+    hf_entmax.set_alphas(model, 1.03)
+    cache = ExactSparseCache(model, page_size=16)
+    assert torch.equal(_generate(model, cache, new=19), _generate(model, new=19))
+    for layer in cache.certificate().layers:  # nearly all keys have weight: 8 steps with 6 bits, 8 with 8, then none
+        assert layer.steps == 16 and layer.dense_steps == {"cheaper": 2}
+
+
+def test_a_model_that_changes_its_keys_after_the_cache():
+    torch.manual_seed(0)
+    config = {k: v for k, v in tiny._LLAMA.items() if k != "num_attention_heads"}
+    config |= {"kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 2}
+    model = hf_entmax.patch_model(tiny.enlarged(tf.JetMoeForCausalLM(tf.JetMoeConfig(**config))), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16)
+    assert torch.equal(_generate(model, cache), _generate(model))
+    found = cache.certificate()
+    assert set(found.others) == {"self 0", "self 1"} and "changes after the cache" in str(found)
+
+
+def test_other_states_keep_their_own_layers():
+    config = tf.Qwen3NextConfig(
+        **{**tiny._LLAMA, "num_hidden_layers": 2},
+        layer_types=["linear_attention", "full_attention"],
+        head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = hf_entmax.patch_model(tiny.enlarged(tf.Qwen3NextForCausalLM(config)), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16)
+    assert torch.equal(_generate(model, cache), _generate(model))
+    found = cache.certificate()
+    assert found.others == {"self 0": "LinearAttentionLayer"} and [layer.name for layer in found.layers] == ["self 1"]
+
+
+def _filled(model, **options):
+    cache = ExactSparseCache(model, bits=4, page_size=16, **options)
+    with torch.no_grad():
+        model(torch.arange(40)[None] % 30 + 3, past_key_values=cache)
+    return cache
+
+
+def _step(model, cache, batch=1):
+    with torch.no_grad():
+        return model(torch.full((batch, 1), 5), past_key_values=cache)
+
+
+def test_bad_input():
+    model = hf_entmax.patch_model(_build("llama"))
+    for options, message in (
+        ({"bits": 3}, "bits=3 is not allowed"),
+        ({"bits": True}, "bits=True"),
+        ({"page_size": 20}, "page_size is 20"),
+        ({"max_cache_len": 0}, "max_cache_len=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ExactSparseCache(model, **options)
+    with pytest.raises(TypeError, match="not str"):
+        ExactSparseCache("llama")
+    with pytest.raises(ValueError, match="is not patched"):
+        ExactSparseCache(_build("llama").config)
+    mapped = hf_entmax.patch_model(_build("llama"), mapping="sparsegen_lin", mapping_options={"lam": 0.2})
+    with pytest.raises(ValueError, match="mapping='sparsegen_lin'"):
+        ExactSparseCache(mapped)
+
+    cache = _filled(model)
+    other = hf_entmax.patch_model(tiny.build("llama", seed=1))
+    with pytest.raises(ValueError, match="filled by another model"):
+        _step(other, cache)
+    with pytest.raises(ValueError, match=r"torch.float32 .* torch.bfloat16"):
+        _step(copy.deepcopy(model).bfloat16(), _filled(model))
+    with pytest.raises(ValueError, match="another model or batch"):
+        _step(model, _filled(model), batch=2)
+    deeper = hf_entmax.patch_model(tiny.build("mistral", num_hidden_layers=3))
+    with pytest.raises(ValueError, match="2 layers and is asked for layer 2"):
+        _step(deeper, ExactSparseCache(model))
+
+    cache = _filled(model)
+    hf_entmax.set_alphas(model, 1.7)
+    with pytest.raises(ValueError, match="alpha changed while"):
+        _step(model, cache)
+    with pytest.raises(ValueError, match="alpha changed while"), hf_entmax.softmax_attention(model):
+        _step(model, cache)
+
+    cache = ExactSparseCache(model)
+    with torch.no_grad():
+        tiny.build("llama")(torch.arange(40)[None] % 30 + 3, past_key_values=cache)
+    with pytest.raises(ValueError, match="40 keys that were not computed with this model's entmax"):
+        _step(model, cache)
+
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        _step(model.train(), ExactSparseCache(model))
+    model.eval()
+    with pytest.raises(ValueError, match=r"torch.no_grad\(\)"):
+        model(torch.arange(40)[None] % 30, past_key_values=ExactSparseCache(model))
+
+    cache = _filled(model)
+    for number in (3, -41):
+        with pytest.raises(ValueError, match=r"holds 40 tokens: give minus"):
+            cache.crop(number)
+    windowed = hf_entmax.patch_model(_build("mistral"))
+    cache = ExactSparseCache(windowed, bits=4, page_size=16)
+    _generate(windowed, cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-30)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keys_that_are_not_numbers_propagate_as_without(bad):
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    caches = ExactSparseCache(model, bits=4, page_size=16), tf.DynamicCache(config=model.config)
+    outputs = []
+    for cache in caches:
+        with torch.no_grad():
+            model(torch.arange(40)[None] % 30 + 3, past_key_values=cache)
+            cache.layers[1].keys[0, 1, 7, 3] = bad
+            outputs.append(model(torch.tensor([[5]]), past_key_values=cache).logits)
+    assert not outputs[1].isfinite().all()
+    assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+
+
+def test_a_wrong_zero_is_seen(monkeypatch):
+    """What ``verify`` is for: a bound that drops a key of weight."""
+    from hf_entmax.generation import exact_layer
+
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    right = exact_layer.exact_sparse_attention
+
+    def drops_one(query, sketch, key, *args, **options):
+        mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+        mask[:, -1] = False
+        return right(query, sketch, key, *args, **{**options, "key_padding_mask": mask})
+
+    monkeypatch.setattr(exact_layer, "exact_sparse_attention", drops_one)
+    cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
+    with pytest.raises(RuntimeError, match="This is a fault of hf_entmax"):
+        _generate(model, cache)
+    assert cache.certificate().violations > 0

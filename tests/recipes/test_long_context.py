@@ -1,0 +1,109 @@
+"""The recipe for long caches, on a tiny model: rows add up, and what it compares is compared."""
+
+import csv
+import sys
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import hf_entmax
+import long_context
+
+WORDS = [f"w{number}" for number in range(tiny.VOCAB)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of two layers, patched with alphas of its own, and a text of 400 words."""
+    model = hf_entmax.patch_model(tiny.build("mistral", sliding_window=None, max_position_embeddings=256))
+    hf_entmax.set_alphas(model, {"decoder_self": torch.tensor([[1.2, 1.4, 1.6, 1.9], [1.9, 1.5, 1.3, 1.7]])})
+    model.save_pretrained(tmp_path / "model")
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w3"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="w0").save_pretrained(tmp_path / "model")
+    draw = torch.randint(3, tiny.VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
+    lines = [" ".join(WORDS[number] for number in line) for line in draw.tolist()]
+    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def _run(monkeypatch, folder, what, *options):
+    path = folder / f"{what}.csv"
+    words = [what, str(folder / "model"), "--text", str(folder / "text.txt"), "--results", str(path), *options]
+    monkeypatch.setattr(sys, "argv", ["long_context.py", *words])
+    long_context.main()
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_whole_model(folder, monkeypatch, capsys):
+    call = ("--alpha", "own", "--bits", "4", "--lengths", "96", "160", "--batches", "1", "2", "--steps", "2")
+    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"))
+    assert [(row["length"], row["batch"]) for row in rows] == [("96", "1"), ("96", "2"), ("160", "1"), ("160", "2")]
+    for row in rows:
+        ratio = float(row["tokens_per_second"]) / float(row["softmax_tokens_per_second"])
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=0.01)
+        assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["bits"] == "4"
+        # Two layers, two key heads of 8 channels, the token that was decoded last among them.
+        cached = int(row["batch"]) * 2 * 2 * 2 * 8 * 4 * (int(row["length"]) + 3)
+        assert float(row["cache_mib"]) == round(cached / 2**20, 1)
+        assert 0 < float(row["extra_memory"]) < 0.4
+    assert "--keep" not in rows[0]["command"] and "tokens_per_second" in capsys.readouterr().out
+    kept = sorted(path.name for path in (folder / "kept").iterdir())
+    assert len(kept) == 2
+    # Filled caches are used again.
+    monkeypatch.setattr(long_context, "_CHUNK", 0)
+    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"), "--softmax_cache", "static")
+    assert [row["softmax_cache"] for row in rows] == 4 * ["dynamic"] + 4 * ["static"]
+
+
+def test_operator(folder, monkeypatch):
+    call = (
+        "--lengths",
+        "128",
+        "256",
+        "--prompt",
+        "64",
+        "--layers",
+        "1",
+        "--alphas",
+        "2",
+        "own",
+        "--all_bits",
+        "4",
+        "8",
+    )
+    rows = _run(monkeypatch, folder, "operator", "--alpha", "own", *call, "--steps", "2")
+    assert [(row["length"], row["alpha"], row["bits"]) for row in rows[:4]] == [
+        ("128", "2", "4"), ("128", "2", "8"), ("128", "own", "4"), ("128", "own", "8")
+    ]  # fmt: skip
+    assert len(rows) == 8
+    for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
+        assert float(coarse["nonzero"]) == float(fine["nonzero"]) <= float(fine["read"]) <= float(coarse["read"])
+        ratio = float(fine["exact_ms"]) / float(fine["softmax_ms"])
+        assert float(fine["ratio_to_softmax"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
+
+
+def test_verify(folder, monkeypatch, capsys):
+    call = ("--alpha", "own", "--bits", "4", "--prompt", "60", "--steps", "20", "--batches", "2")
+    assert _run(monkeypatch, folder, "verify", *call) == []
+    shown = capsys.readouterr().out
+    assert "2 x 20 tokens after prompts of 60: the same" in shown and "38 layer steps compared" in shown
+    assert "0 violations" in shown
+
+
+def test_what_cannot_be(folder, monkeypatch):
+    plain = tiny.build("mistral", sliding_window=None, max_position_embeddings=256)
+    with pytest.raises(ValueError, match="at most 256"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "300")
+    monkeypatch.setattr(long_context, "encode", lambda lines, tokenizer, limit: ([3] * 20, None))
+    with pytest.raises(SystemExit, match="20 tokens, 96 are needed"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
+    plain.save_pretrained(folder / "model")
+    with pytest.raises(SystemExit, match="not saved from a patched model"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
