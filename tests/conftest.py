@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before transformers is imported anywhere: no network, no chatter.
@@ -12,6 +13,12 @@ import pytest
 import torch
 
 fresh.start()
+
+
+def pytest_collection_finish():
+    # Hundreds of thousands of objects of torch and Transformers that stay: no collection need look at them again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ def run_tiny(monkeypatch, *cases, **options):
     return bench.run("tiny", repeats=4, device="cpu", report=lines.append, **options), lines
 
 
+@pytest.mark.slow
 def test_rows_and_files(monkeypatch, tmp_path):
     case = Case(
         "padded",

@@ -62,6 +62,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_everything_at_once(folder, tmp_path):
     result = run(
         *(
@@ -232,6 +233,7 @@ def test_bad_options(folder, tmp_path, options, error, message):
         analyze(folder / "bert", out=tmp_path, progress=False, device="cpu", **options)
 
 
+@pytest.mark.slow
 def test_recipe(folder, tmp_path, monkeypatch, capsys):
     recipe = ROOT / "recipes" / "analyze_heads.py"
     arguments = [recipe, folder / "learned", "--data", folder / "pairs.tsv", "--alignments", folder / "gold.jsonl"]

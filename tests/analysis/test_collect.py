@@ -326,6 +326,7 @@ def test_sparse_and_dense_sentences_are_remembered():
     assert checked >= 8
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data():
     model = t5()
     few, many = (collect(model, batches(sentences(n), 4), tokenizer=plain_tokenizer()) for n in (60, 240))
@@ -422,6 +423,7 @@ TWO_PROCESSES = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_one(tmp_path):
     code = textwrap.dedent(TWO_PROCESSES).format(paths=[str(ROOT), str(Path(__file__).parent)], out=tmp_path)
     result = fresh.run(code, processes=2)

@@ -152,6 +152,7 @@ def large_statistics(layers: int = 12, heads: int = 12, length: int = 40) -> Att
     return small
 
 
+@pytest.mark.slow
 def test_twelve_by_twelve_stays_under_five_megabytes(tmp_path):
     path = write_report(large_statistics(), tmp_path)
     size = path.stat().st_size

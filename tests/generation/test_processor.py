@@ -179,6 +179,7 @@ def test_every_cache_is_followed_by_entmax(family, cache, how):
         torch.testing.assert_close(scores.exp(), entmax(logits.float(), 1.5), atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_decoding_by_guesses_keeps_to_the_support():
     """Prompt lookup, an assistant (of another alpha), and the model's own first layer as assistant."""
     model, assistant = _patched("llama", 2.0), _patched("llama", 1.0)

@@ -62,6 +62,7 @@ def test_an_attention_module_called_by_itself():
         copy.deepcopy(attention)(states)
 
 
+@pytest.mark.slow
 def test_a_compiled_and_an_exported_model_keep_the_check():
     model, batch = patch_model(tiny.build("gpt2"), alpha=1.5), tiny.inputs("gpt2")
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -212,6 +212,7 @@ def test_threads_see_their_own_calls(patched):
     assert state(model) == before
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_seen_and_goes_on_unseen():
     model, data = ready("gpt2", True), tiny.inputs("gpt2")
     compiled, seen = torch.compile(model, backend="eager"), []

@@ -474,6 +474,7 @@ def test_linear_loss_can_be_run_backward_twice_and_scaled():
     torch.testing.assert_close(scaled, 3 * once)
 
 
+@pytest.mark.slow
 def test_linear_loss_never_holds_all_logits():
     """No allocation on the way is as large as a quarter of the logits."""
     rows, classes, chunk = 512, 4096, 32

@@ -87,6 +87,7 @@ def test_a_compiled_loss_still_refuses_what_is_wrong():
         )
 
 
+@pytest.mark.slow
 def test_the_linear_loss_compiles_with_breaks():
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     labels = torch.tensor([0, 8, -100, 3, 3, 1])

@@ -49,6 +49,7 @@ def test_attention_compiles_to_one_graph():
     torch.testing.assert_close(outputs_and_gradients(compiled, inputs), outputs_and_gradients(attend, inputs))
 
 
+@pytest.mark.slow
 def test_attention_compiles_with_dynamic_lengths():
     compiled = torch.compile(
         lambda q, k, a: entmax_attention(q, k, k, a, is_causal=True, backend="torch")[0],

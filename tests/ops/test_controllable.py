@@ -226,6 +226,7 @@ class TestGradients:
         shared = torch.func.vmap(lambda x: C.sparsehourglass(z, q=x))(lam.abs())
         assert torch.allclose(shared[2], C.sparsehourglass(z, q=1.0))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "value"), [("sparsegen_lin", 0.4), ("sparsehourglass", 0.5), ("sparsegen_exp", 0.1)]
     )

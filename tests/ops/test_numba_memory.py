@@ -68,6 +68,7 @@ print(count)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="pages are guarded by mprotect")
 def test_nothing_behind_the_memory_of_the_host_is_touched():
     run = fresh.run(_GUARDED, after="torch")

@@ -18,10 +18,10 @@ KERNELS = {
     "sizes": ATTENTION | {"_key_extent_kernel"},
     "rows": {"_solve_rows_kernel", "_write_rows_kernel"},
 }
-QUICK = ("learned", "rows")
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in KERNELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KERNELS)
 def test_compiles_for_hopper(case, tmp_path):
     assert case in CASES
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -52,6 +52,7 @@ def outcomes(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_interpreted(name, outcomes):
     problems = [text for text in outcomes[name] if text is not None]

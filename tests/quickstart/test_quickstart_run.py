@@ -39,6 +39,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_entmax.quickstart.reload.subprocess.run", start)
 
 
+@pytest.mark.slow
 def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = finished
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == json.loads(json.dumps(results))
@@ -48,6 +49,7 @@ def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], st
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= {path.name for path in (out / "model").iterdir()}
 
 
+@pytest.mark.slow
 def test_saved_model_is_the_patched_one(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = finished
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
@@ -58,6 +60,7 @@ def test_saved_model_is_the_patched_one(finished: tuple[Path, dict[str, Any], st
     assert not hf_entmax.is_patched(AutoModelForSeq2SeqLM.from_pretrained(out / "base"))
 
 
+@pytest.mark.slow
 def test_numbers_are_possible(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, results, _ = finished
     assert results["reload"]["largest_difference_of_a_logit"] <= 1e-4
@@ -79,6 +82,7 @@ def test_numbers_are_possible(finished: tuple[Path, dict[str, Any], str]) -> Non
     assert any("dream" in question for question in results["output"]["hypotheses_of"])
 
 
+@pytest.mark.slow
 def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, _, printed = finished
     for text in (
@@ -91,6 +95,7 @@ def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
         assert text in printed
 
 
+@pytest.mark.slow
 def test_a_given_model_takes_the_place_of_the_small_one(
     finished: tuple[Path, dict[str, Any], str], forked: None, tmp_path: Path
 ) -> None:
@@ -103,6 +108,7 @@ def test_a_given_model_takes_the_place_of_the_small_one(
     assert hf_entmax.entmax_config(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")).output_alpha is None
 
 
+@pytest.mark.slow
 def test_a_patched_model_is_refused(finished: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     out, _, _ = finished
     with pytest.raises(ValueError, match="patched already"):
@@ -117,6 +123,7 @@ def test_a_decoder_only_model_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", str(tmp_path / "gpt2"), console=Console(file=io.StringIO()))
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_from_its_file_is_found_out(
     finished: tuple[Path, dict[str, Any], str], forked: None
 ) -> None:
@@ -150,6 +157,7 @@ def test_the_learning_rate_rises_and_falls_with_the_steps() -> None:
     assert max(rates) <= 1.0 and min(rates) == 0.0 and rates[2:] == sorted(rates[2:], reverse=True)
 
 
+@pytest.mark.slow
 def test_all_steps_are_done_and_counted(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, results, printed = finished
     assert results["steps_done"] == {"softmax": 8, "entmax": 4}

@@ -42,6 +42,7 @@ def _rows(path):
         return list(csv.DictReader(lines))
 
 
+@pytest.mark.slow
 def test_a_causal_model_within_its_budgets_and_no_row_twice(tmp_path, monkeypatch):
     model = _folder(tmp_path / "model", tiny.build("llama"))
     for split in ("train", "test"):

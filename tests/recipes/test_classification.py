@@ -82,6 +82,7 @@ def test_every_setting_is_one_option(data, tmp_path, changes):
         )
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     results = str(tmp_path / "rows.csv")
     same = {"split_column": "", "results": results}  # all words are learned and tested

@@ -161,6 +161,7 @@ def test_conversion_is_judged_against_the_control(rows):
     assert claims.conversions(rows.read)[0].verdict == "found (one seed)"
 
 
+@pytest.mark.slow
 def test_the_committed_rows_draw_figures(tmp_path):
     program.main(["figures", "--cards", str(tmp_path)])
     drawn = {path.stem for path in (tmp_path / "figures").glob("*.png")}

@@ -41,6 +41,7 @@ def trained(tmp_path, monkeypatch):
     return jobs
 
 
+@pytest.mark.slow
 def test_tables_and_figures_are_written(trained, tmp_path):
     (tmp_path / "figures").mkdir()
     heads.study("toys", trained, tmp_path / "results", tmp_path / "runs", tmp_path / "figures")

@@ -191,6 +191,7 @@ def test_mulan_study_with_empty_rows(mulan, tmp_path):
     assert len(book.rows) == 8
 
 
+@pytest.mark.slow
 def test_smoke_writes_rows_that_the_card_can_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe.main(["--smoke"])
@@ -246,6 +247,7 @@ class TestText:
         with pytest.raises(ValueError, match="there is no column 5"):
             data.read_texts(files, 1, 5, None)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("output", ["softmax", "sparsehourglass(q=1)"])
     def test_a_transformer_learns(self, output):
         config = text.TextConfig(limit=600, epochs=6, hidden=32, layers=1, lr=5e-3, batch_size=16)

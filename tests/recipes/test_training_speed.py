@@ -39,6 +39,7 @@ def words(tmp_path):
     return ["--data", str(tmp_path / "words" / "{language}" / "{split}.tsv"), *small]
 
 
+@pytest.mark.slow
 def test_rows_of_all_settings_and_the_losses_of_the_recipe(words, tmp_path, monkeypatch, capsys):
     path = tmp_path / "speed.csv"
     monkeypatch.setattr(

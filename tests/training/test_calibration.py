@@ -46,6 +46,7 @@ def _mean(model, batches):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [0.0, 0.02])
 def test_the_budget_holds_and_only_alphas_move(family, budget):

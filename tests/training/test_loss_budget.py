@@ -172,6 +172,7 @@ def test_gradient_accumulation_changes_neither_the_rise_nor_the_step(tmp_path):
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     def model():
         return patch_model(tiny.build(FAMILY), alpha_init=1.3)
