@@ -21,6 +21,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ and do what ``python -c CODE ARGUMENTS`` would, with its own modules, environmen
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -91,6 +92,7 @@ def _wait(channel: Connection, imports: tuple[str, ...]) -> NoReturn:
             os._exit(0)
         for name in imports:
             __import__(name)
+        gc.freeze()  # else the first collection of every process would copy all that they share
         channel.send(_serve(*request))
 
 

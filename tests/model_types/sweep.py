@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import transformers.modeling_utils  # noqa: E402 - here once, not in every process that is forked
 
 TABLE = HERE.parents[1] / "model_cards" / "model_types.csv"
 TIMEOUT = 120
@@ -116,6 +118,7 @@ def load_plugin() -> None:
 def batch(model_types: list[str], folder: Path) -> dict[str, str]:
     """Rows of several model types, where the plugin is imported once; appended to a file as they come."""
     load_plugin()
+    gc.freeze()  # else the first collection of every process would copy all that they share
     with (folder / "rows.jsonl").open("a") as file:
         for model_type in model_types:
             started = time.monotonic()
@@ -132,6 +135,7 @@ def sweep(model_types: list[str], on_row: Callable[[dict[str, str]], None], size
     """Check model types and hand over their rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()
     for start in range(0, len(model_types), size):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -144,6 +148,7 @@ def sweep(model_types: list[str], on_row: Callable[[dict[str, str]], None], size
                     answer = forked(lambda s=saved, c=row["class"]: loud(s, c), TIMEOUT)
                     row["loud_without_plugin"] = answer.get("loud_without_plugin") or answer["error"]
                 on_row(row)
+    gc.unfreeze()
 
 
 def model_types() -> list[str]:
