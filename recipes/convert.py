@@ -61,6 +61,7 @@ from common.settings import RunSettings, option, parse
 from common.training import Training, count_labels, count_shifted_labels
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
 from hf_entmax.analysis.reading import tables
+from hf_entmax.integration.interface import CHILD
 from hf_entmax.training import AlphaSchedule, DensityTarget, LossBudget
 
 QUALITY = "bleu chrf perplexity epsilon_perplexity"
@@ -270,9 +271,9 @@ def add_adapters(model: Any, rank: int) -> Any:
     """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
     from peft import LoraConfig, TaskType, get_peft_model
 
-    learned = any(".entmax_norm." in name for name, _ in model.named_parameters())
+    learned = any(f".{CHILD}." in name for name, _ in model.named_parameters())
     kind = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
-    options = {"modules_to_save": ["entmax_norm"]} if learned else {}
+    options = {"modules_to_save": [CHILD]} if learned else {}
     return get_peft_model(
         model, LoraConfig(task_type=kind, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
     )
@@ -342,7 +343,7 @@ def main(settings: Settings) -> None:
         model = add_adapters(model, settings.lora_rank)
     if settings.freeze_weights:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".entmax_norm." in name)
+            parameter.requires_grad_(f".{CHILD}." in name)
     if encoder_decoder:
         task = pairs_task(settings, data, tokenizer, run, teacher)
     else:

@@ -19,6 +19,7 @@ from common.batches import Batches
 from common.run import Run
 from common.settings import RunSettings
 from hf_entmax import alphas, entmax_config, is_patched, patch_model
+from hf_entmax.integration.interface import CHILD
 from hf_entmax.training import alpha_parameter_groups
 from hf_entmax.training.parameters import decayed_parameters
 
@@ -281,8 +282,7 @@ def _mean_alphas(model: Any) -> dict[str, float]:
 
 def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
     """Parameter groups: alphas at their own rate and without decay, no decay for biases and norms."""
-    learned = is_patched(model) and any(parameter.requires_grad for parameter in _alpha_parameters(model))
-    if learned:
+    if any(p.requires_grad and f".{CHILD}." in f".{name}" for name, p in model.named_parameters()):
         return alpha_parameter_groups(
             model, lr=settings.lr, alpha_lr=settings.alpha_lr, weight_decay=settings.weight_decay
         )
@@ -290,15 +290,7 @@ def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
         raise ValueError(
             f"alpha_lr={settings.alpha_lr} would have no effect: attention={settings.attention} learns no alpha."
         )
-    decayed = decayed_parameters(model)
-    trained = [(name in decayed, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for decays, p in trained if decays], "weight_decay": settings.weight_decay},
-        {"params": [p for decays, p in trained if not decays], "weight_decay": 0.0},
-    ]
-
-
-def _alpha_parameters(model: Any) -> list[Any]:
-    return [
-        p for module in model.modules() if "entmax_norm" in module._modules for p in module.entmax_norm.parameters()
-    ]
+    names = decayed_parameters(model)
+    decayed = [p for name, p in model.named_parameters() if p.requires_grad and name in names]
+    others = [p for name, p in model.named_parameters() if p.requires_grad and name not in names]
+    return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]

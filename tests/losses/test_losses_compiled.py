@@ -36,6 +36,7 @@ def _both(alpha, labels, logits, **options):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alpha",
     [1.0, 1.5, torch.tensor(1.3), torch.tensor([[1.0], [1.4]])],

@@ -34,6 +34,7 @@ def _no_compiled_code_left():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 1.3, 3.0, "tensor"])
 def test_entmax_compiles_to_one_graph(alpha):
     scores = torch.randn(2, 3, 4, 33, requires_grad=True)
@@ -87,6 +88,7 @@ def test_operators():
             torch.library.opcheck(opaque.row_gradients, (probs, cotangent, row_u, u, *wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 1.3, 3.0, "tensor"])
 def test_export_stands_alone(alpha):
     # Also the steps without a look at the values, as they are traced for accelerators.
@@ -112,6 +114,7 @@ def test_export_of_attention():
     torch.testing.assert_close(program.module()(*inputs), Attend()(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("u", [1e-6, 0.01, 0.3, 0.5, 0.8, 1.0, 1.7])
 @pytest.mark.parametrize("kind", ["float", "tensor"])
 def test_fixed_numbers_of_steps_suffice(u, kind):

@@ -153,6 +153,7 @@ class TestLimits:
 
 
 class TestGradients:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("name", "value"), ALL)
     @pytest.mark.parametrize("masked", [False, True])
     def test_gradcheck_twice(self, name, value, masked):

@@ -93,6 +93,7 @@ EVEN_LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", EVEN_LIMITS)
 @pytest.mark.parametrize("sharpness", [0.0, 0.1, 0.6, 2.0])
 def test_even_rows_near_softmax(limit, sharpness):

@@ -91,6 +91,7 @@ def rows(path):
 EVERYTHING = {"distill_logits": 0.5, "distill_attention": 0.5, "density_target": 0.2, "temperature": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lm", "mt"])
 @pytest.mark.parametrize(
     "changes",

@@ -118,6 +118,7 @@ def learnable(n=240, k=4):
     return data.Split(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", recipe.METHODS)
 def test_every_method_learns(method):
     torch.manual_seed(5)

@@ -84,6 +84,7 @@ def test_support_size_is_the_mean_number_of_possible_classes(tmp_path):
     assert "eval_support_size" not in _trainer(tmp_path, patch_model(tiny.build("bert")), "bert").evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "gpt2", "bert"])
 def test_gradient_accumulation_gives_the_same_loss(family, tmp_path):
     losses = []
