@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 #: What a waiting process imports when it is first asked for something; torch is there already.
@@ -31,7 +33,7 @@ _waiting: dict[str, Connection] = {}
 def start() -> None:
     """Fork the processes that wait; to be called once, when torch has been imported."""
     assert not {"hf_entmax", "transformers"} & set(sys.modules), "fresh processes must not have seen them"
-    for stage, imports in STAGES.items():
+    for stage, imports in STAGES.items() if hasattr(os, "fork") else ():
         here, there = Pipe()
         if not os.fork():
             _wait(there, imports)
@@ -61,6 +63,11 @@ def run(
     """
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {**os.environ, "PYTHONPATH": paths, **(environment or {})}
+    if not _waiting:  # Windows
+        if processes > 1:
+            pytest.skip("several processes are forked, which only Unix can")
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=timeout)
     _waiting[after].send((code, [*map(str, arguments)], variables, str(folder), processes, timeout))
     returncode, output, errors = _waiting[after].recv()
     return subprocess.CompletedProcess([code, *arguments], returncode, output, errors)
