@@ -78,8 +78,7 @@ class Settings(ShapeSettings):
         super().__post_init__()
         for name in ("train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
-        self.require_at_least(3, "max_tokens")
-        self.require_at_least(0, "vocabulary", "dev_texts")
+        self.require_at_least(max_tokens=3, vocabulary=0, dev_texts=0)
 
 
 def read_texts(settings: Settings) -> tuple[Texts, Texts, Texts]:
@@ -152,13 +151,8 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
     names = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
     if settings.model:
         # A head for other classes is replaced by a new one.
-        return AutoModelForSequenceClassification.from_pretrained(
-            settings.model,
-            dtype=torch.float32,
-            **names,
-            problem_type="single_label_classification",
-            ignore_mismatched_sizes=True,
-        )
+        options = {**names, "problem_type": "single_label_classification", "ignore_mismatched_sizes": True}
+        return AutoModelForSequenceClassification.from_pretrained(settings.model, dtype=torch.float32, **options)
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=settings.width,

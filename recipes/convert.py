@@ -129,11 +129,9 @@ class Settings(RunSettings):
         self.require("schedule", self.schedule in ("anneal", "abrupt"), "anneal or abrupt")
         self.require("attention_loss", self.attention_loss in ("kl", "mse"), "kl or mse")
         self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
-        self.require_at_least(0, "task_weight", "distill_logits", "distill_attention", "lora_rank", "evaluate_every")
-        self.require_at_least(0, "dev_sentences")
+        self.require_at_least(task_weight=0, distill_logits=0, distill_attention=0, lora_rank=0, evaluate_every=0)
+        self.require_at_least(dev_sentences=0, max_tokens=2, beams=1)
         check_sizes(self)
-        self.require_at_least(2, "max_tokens")
-        self.require_at_least(1, "beams")
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
         self.require("task_weight", weighted, "above 0 where nothing is distilled")
         for name in ("temperature", "tau"):

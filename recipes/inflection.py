@@ -65,8 +65,7 @@ class Settings(ShapeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("data", bool(self.data), "given: a file, or hub:OWNER/NAME@SPLIT")
-        self.require_at_least(1, "beams")
-        self.require_at_least(0, "dev_words", "test_words")
+        self.require_at_least(beams=1, dev_words=0, test_words=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Settings(RunSettings):
             elif getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
         check_sizes(self)
-        self.require_at_least(0, "samples")
+        self.require_at_least(samples=0)
         self.require(
             "prompt", 1 <= self.prompt < self.block or not self.samples, f"between 1 and block - 1 = {self.block - 1}"
         )
@@ -96,7 +96,7 @@ class Settings(RunSettings):
             return
         self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")
         self.require("vocabulary", self.vocabulary >= 300, "at least 300 (256 of them are the bytes)")
-        self.require_at_least(1, "width", "layers", "heads")
+        self.require_at_least(width=1, layers=1, heads=1)
         self.require("heads", self.width % self.heads == 0, f"a divisor of width={self.width}")
         self.require("dropout", self.architecture == "gpt2" or not self.dropout, "0 or left out: llama has no dropout")
         self.require("dropout", 0 <= (self.dropout or 0) < 1, "at least 0 and below 1")
@@ -193,16 +193,9 @@ def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[st
     set_seed(settings.seed)
     prompts = texts[:, : settings.prompt]
     new = settings.block - settings.prompt
-    output = model.generate(
-        input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
-        do_sample=True,
-        top_k=0,
-        top_p=1.0,
-        temperature=1.0,
-        min_new_tokens=new,
-        max_new_tokens=new,
-    ).tolist()
+    whole = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}  # nothing is cut from the distribution
+    length = {"min_new_tokens": new, "max_new_tokens": new}
+    output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **whole, **length).tolist()
     if run.main:
         starts = [tokenizer.decode(row[: settings.prompt]) for row in output]
         ends = [tokenizer.decode(row[settings.prompt :]) for row in output]
@@ -262,14 +255,8 @@ def main(settings: Settings) -> None:
     if settings.samples:
         repeats = sample(best, blocks["test"], tokenizer, run)
         measures |= {name: round(value, 4) for name, value in repeats.items() if name in FIELDS}
-    finish(
-        run,
-        FIELDS,
-        measures,
-        task="text-generation",
-        data=settings.data,
-        main_measures=["epsilon_perplexity", "sparsemax_score"],
-    )
+    main_measures = ["epsilon_perplexity", "sparsemax_score"]
+    finish(run, FIELDS, measures, task="text-generation", data=settings.data, main_measures=main_measures)
 
 
 if __name__ == "__main__":

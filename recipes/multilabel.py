@@ -240,22 +240,11 @@ def run_linear(config: LinearConfig, data_dir: Path, results: MultilabelResults)
                 kept = probs[rows, :n_labels]
                 kept = kept / kept.sum(-1, keepdim=True).clamp(min=1e-12)
                 scores = score(kept, predicted[rows, :n_labels], test.labels[rows])
-                results.add(
-                    study=config.study,
-                    method=method,
-                    test_rows=name,
-                    **key,
-                    **scores,
-                    validation_micro_f1=round(validation, 4),
-                    chosen=json.dumps(chosen),
-                    n_train=len(train),
-                    n_test=int(rows.sum()),
-                    seconds=round(seconds, 1),
-                )
-                print(
-                    f"{key['dataset']:12} {key['setting']!s:5} seed {key['seed']} {method:20} {name:9} {scores}",
-                    flush=True,
-                )
+                row = {"study": config.study, "method": method, "test_rows": name, **key, **scores}
+                row |= {"validation_micro_f1": round(validation, 4), "chosen": json.dumps(chosen)}
+                results.add(**row, n_train=len(train), n_test=int(rows.sum()), seconds=round(seconds, 1))
+                where = f"{key['dataset']:12} {key['setting']!s:5} seed {key['seed']}"
+                print(f"{where} {method:20} {name:9} {scores}", flush=True)
 
 
 def smoke_config(study: str) -> dict[str, Any]:

@@ -65,9 +65,7 @@ class Settings(Seq2SeqSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "beams")
-        self.require_at_least(2, "max_tokens", "max_summary")
-        self.require_at_least(0, "dev_texts", "test_texts", "no_repeat")
+        self.require_at_least(beams=1, max_tokens=2, max_summary=2, dev_texts=0, test_texts=0, no_repeat=0)
 
 
 @dataclasses.dataclass(frozen=True)

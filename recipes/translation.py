@@ -65,9 +65,7 @@ class Settings(Seq2SeqSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "beams")
-        self.require_at_least(4, "max_tokens")
-        self.require_at_least(0, "dev_sentences", "certificates")
+        self.require_at_least(beams=1, max_tokens=4, dev_sentences=0, certificates=0)
 
 
 def names_of_sets(places: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ class ShapeSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "width", "layers", "heads")
+        self.require_at_least(width=1, layers=1, heads=1)
         self.require("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
         self.require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
 
@@ -42,7 +42,7 @@ class Seq2SeqSettings(ShapeSettings):
         self.require("architecture", self.architecture in ("bart", "marian", "t5"), "bart, marian or t5")
         for name in ("train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
-        self.require_at_least(4, "vocabulary")
+        self.require_at_least(vocabulary=4)
 
 
 def train_bpe(texts: Any, size: int) -> PreTrainedTokenizerFast:

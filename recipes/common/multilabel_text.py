@@ -168,15 +168,7 @@ def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> 
         scores = score(multilabel_probabilities(logits, output), predicted, test.labels)
         chosen = {name: best[name] for name in ("threshold", "epoch")}
         chosen["attention_support"] = round(best["attention"], 3)
-        results.add(
-            **key,
-            empty_rows="ignore",
-            test_rows="all",
-            **scores,
-            validation_micro_f1=round(best["validation"], 4),
-            chosen=json.dumps(chosen),
-            n_train=len(data.splits["train"]),
-            n_test=len(test),
-            seconds=round(time.perf_counter() - start, 1),
-        )
+        row = {**key, **scores, "empty_rows": "ignore", "test_rows": "all", "chosen": json.dumps(chosen)}
+        row |= {"validation_micro_f1": round(best["validation"], 4), "seconds": round(time.perf_counter() - start, 1)}
+        results.add(**row, n_train=len(data.splits["train"]), n_test=len(test))
         print(f"{setting:50} {output:20} seed {seed} {scores} {chosen}", flush=True)

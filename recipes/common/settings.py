@@ -59,9 +59,9 @@ class RunSettings:
     push_to_hub: str = option("", "Hub repository to upload the finished model to")
 
     def __post_init__(self) -> None:
-        self.require_at_least(1, "epochs", "batch_size", "gradient_accumulation", "log_steps")
+        self.require_at_least(epochs=1, batch_size=1, gradient_accumulation=1, log_steps=1)
         self.require("warmup", self.warmup >= 1, "at least 1 step")
-        self.require_at_least(0, "lr", "weight_decay", "clip_norm", "patience", "checkpoint_steps")
+        self.require_at_least(lr=0, weight_decay=0, clip_norm=0, patience=0, checkpoint_steps=0)
         self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
         allowed = (None, "no", "bf16", "fp16")
         self.require("mixed_precision", self.mixed_precision in allowed, "one of no, bf16, fp16")
@@ -76,10 +76,10 @@ class RunSettings:
         if not right:
             raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}.")
 
-    def require_at_least(self, least: int, *names: str) -> None:
+    def require_at_least(self, **least: int) -> None:
         """Raises ``ValueError`` where one of these settings is smaller."""
-        for name in names:
-            self.require(name, getattr(self, name) >= least, f"at least {least}")
+        for name, bound in least.items():
+            self.require(name, getattr(self, name) >= bound, f"at least {bound}")
 
     def entmax(self) -> EntmaxConfig | None:
         """How the model is to be patched; None where attention and output are softmax."""

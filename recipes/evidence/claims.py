@@ -61,14 +61,9 @@ def ensembles(rows: Rows) -> list[Finding]:
     if not gains:
         return []
     papers = [MORPHOLOGY_PAPER[key][1] - MORPHOLOGY_PAPER[key][0] for key in gains if key in MORPHOLOGY_PAPER]
-    return [
-        Finding(
-            "Peters et al., table 1: an ensemble of three is better than its members",
-            f"{min(papers):+.2f} to {max(papers):+.2f} %",
-            f"{min(gains.values()):+.2f} to {max(gains.values()):+.2f} % ({len(gains)} settings)",
-            found(min(gains.values()) > 0),
-        )
-    ]
+    paper, here = (f"{min(each):+.2f} to {max(each):+.2f} %" for each in (papers, list(gains.values())))
+    claim = "Peters et al., table 1: an ensemble of three is better than its members"
+    return [Finding(claim, paper, f"{here} ({len(gains)} settings)", found(min(gains.values()) > 0))]
 
 
 def certainty(rows: Rows) -> list[Finding]:
@@ -112,19 +107,13 @@ def grid(rows: Rows) -> list[Finding]:
     best = max(by_alpha, key=lambda alpha: by_alpha[alpha])
     shown = ", ".join(f"{alpha:g}: {accuracy:.1f}" for alpha, accuracy in sorted(by_alpha.items()))
     between = [by_alpha[alpha] for alpha in (1.25, 1.33, 1.5)]
+    near = "Peters et al., figure 4: the best output alpha is near 1.33"
+    above = "Peters et al., figure 4: an output alpha above 2 is worse than one between"
+    verdicts = found(1.25 <= best <= 1.5, "one seed"), found(by_alpha[2.25] < min(between), "one seed")
+    gap = f"{by_alpha[2.25] - max(between):+.1f} % at 2.25"
     return [
-        Finding(
-            "Peters et al., figure 4: the best output alpha is near 1.33",
-            "1.33",
-            f"{best:g} ({shown}; one seed)",
-            found(1.25 <= best <= 1.5, "one seed"),
-        ),
-        Finding(
-            "Peters et al., figure 4: an output alpha above 2 is worse than one between",
-            "far below",
-            f"{by_alpha[2.25] - max(between):+.1f} % at 2.25",
-            found(by_alpha[2.25] < min(between), "one seed"),
-        ),
+        Finding(near, "1.33", f"{best:g} ({shown}; one seed)", verdicts[0]),
+        Finding(above, "far below", gap, verdicts[1]),
     ]
 
 
@@ -147,14 +136,10 @@ def translation(rows: Rows) -> list[Finding]:
     if sparse and full:
         words, all_words = mean(sparse, "output_support"), mean(full, "output_support")
         sources, all_sources = mean(sparse, "support_cross"), mean(full, "support_cross")
-        findings.append(
-            Finding(
-                "Peters et al., table 3: most source words and nearly all target words get no weight (1.5)",
-                "5.55 of 24.25 source, 16.13 of 17,993 target words have some",
-                f"{sources:.2f} of {all_sources:.2f} source, {words:.2f} of {all_words:.0f} target words",
-                found(sources < all_sources / 2 and words < all_words / 20),
-            )
-        )
+        claim = "Peters et al., table 3: most source words and nearly all target words get no weight (1.5)"
+        paper = "5.55 of 24.25 source, 16.13 of 17,993 target words have some"
+        here = f"{sources:.2f} of {all_sources:.2f} source, {words:.2f} of {all_words:.0f} target words"
+        findings.append(Finding(claim, paper, here, found(sources < all_sources / 2 and words < all_words / 20)))
     return findings
 
 

@@ -63,20 +63,15 @@ def translation(rows: Rows) -> str:
     for row in rows("translation"):
         second = re.search(r"test_2017_flickr:bleu=([\d.]+),", row["tests"])
         found.append({**row, "bleu_2017": second[1] if second else ""})
-    columns: dict[str, tuple[str | int | float, ...]] = {
-        "BLEU 2016": ("bleu",),
-        "chrF 2016": ("chrf",),
-        "BLEU 2017": ("bleu_2017",),
-        "density enc, %": ("density_encoder_self", 1, 100),
-        "cross": ("density_cross", 1, 100),
-        "dec": ("density_decoder_self", 1, 100),
-        "JS enc": ("js_encoder_self",),
-        "cross ": ("js_cross",),
-        "dec ": ("js_decoder_self",),
-        "certified best, %": ("optimal", 1),
-        "words possible": ("output_support", 1),
-    }
-    return settings_table(found, columns)
+    columns: dict[str, tuple[str | int | float, ...]]
+    columns = {"BLEU 2016": ("bleu",), "chrF 2016": ("chrf",), "BLEU 2017": ("bleu_2017",)}
+    columns |= dict(
+        zip(("density enc, %", "cross", "dec"), ((f"density_{site}", 1, 100) for site in SITES), strict=True)
+    )
+    columns |= dict(zip(("JS enc", "cross ", "dec "), ((f"js_{site}",) for site in SITES), strict=True))
+    return settings_table(
+        found, columns | {"certified best, %": ("optimal", 1), "words possible": ("output_support", 1)}
+    )
 
 
 def speeds(rows: Rows) -> str:
@@ -186,17 +181,11 @@ def positional(rows: Rows) -> str:
         best = [surest(heads, seed, "confidence_median_previous") for seed in sorted(models[kind])]
         found = [sum(int(row["positional_heads"]) for row in pick(counts, model=seed)) for seed in sorted(models[kind])]
         alphas = [float(row["alpha"]) for row in best if row["alpha"]]
-        lines.append(
-            [
-                kind,
-                len(best),
-                spread(found, 1),
-                column(best, "confidence_median_previous", 1, 100),
-                ", ".join(f"{row['site'].split('_')[0]} {row['layer']}.{row['head']}" for row in best),
-                f"{min(alphas):.2f} to {max(alphas):.2f}" if kind == "learned" else kind,
-                spread([surest_previous(heads, seed, 4) for seed in sorted(models[kind])], 1),
-            ]
-        )
+        which = ", ".join(f"{row['site'].split('_')[0]} {row['layer']}.{row['head']}" for row in best)
+        four = spread([surest_previous(heads, seed, 4) for seed in sorted(models[kind])], 1)
+        alpha = f"{min(alphas):.2f} to {max(alphas):.2f}" if kind == "learned" else kind
+        sure = column(best, "confidence_median_previous", 1, 100)
+        lines.append([kind, len(best), spread(found, 1), sure, which, alpha, four])
     head = ["attention alpha", "seeds", "positional heads of 16", "surest head, %", "which", "its alpha"]
     return table([*head, "four surest, %"], lines)
 
