@@ -9,13 +9,13 @@ import sys
 
 from . import tests_as_rows
 from .rows import Rows
-from .setting import ROOT, Setting
+from .setting import PROCESSES, ROOT, Setting
 
 FILES = ("tests/ops/test_triton_cuda.py", "tests/ops/triton_cases.py")
 #: What a tiny run is content with.
 TINY = ("-k", "test_no_gradient_of_the_gradient or test_auto_chooses")
 #: Most of the time goes into compiling kernels, on the CPU. A process whose device gave up ends and is replaced.
-WORKERS = ("-n", "14", "--max-worker-restart", "50")
+WORKERS = ("-n", str(PROCESSES), "--max-worker-restart", "50")
 
 
 def run(rows: Rows, setting: Setting) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .rows import Rows, Skip
-from .setting import Setting, figures, goal, too_old
+from .setting import Setting, figures, goal, together, too_old
 
 LENGTHS, TOKENS = (512, 2048), 16384
 
 
 def run(rows: Rows, setting: Setting) -> None:
     """Write the rows of this part."""
+    if not setting.tiny and too_old("transformers", (5, 18)) is None:
+        together("models", [("bart",), ("llama",)])
     for shape in ("bart", "llama"):
         for length in (24,) if setting.tiny else LENGTHS:
             rows.run(f"{shape}, L {length}", lambda shape=shape, length=length: measure(shape, length, setting))
@@ -21,17 +24,7 @@ def measure(shape: str, length: int, setting: Setting) -> dict[str, Any]:
     """BART-base or a Llama of 135M parameters, learned alpha everywhere, bfloat16 under autocast."""
     if (reason := too_old("transformers", (5, 18))) is not None:
         raise Skip(reason)
-    from hf_entmax.bench.cases import ModelCase
-    from hf_entmax.bench.implementations import training_steps
-
-    small = {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64}
-    full = {"bart": {"vocabulary": 50265}, "llama": {"layers": 30, "width": 576, "heads": 9, "vocabulary": 49152}}[
-        shape
-    ]
-    sizes = small if setting.tiny else full
-    batch = 1 if setting.tiny else TOKENS // length
-    case = ModelCase(f"{shape} {length}", batch=batch, lengths=(length, length), kind=shape, bfloat16=True, **sizes)
-    steps, tokens = training_steps(case, setting.device)
+    steps, tokens = training(shape, length, 1 if setting.tiny else TOKENS // length, setting.device, tiny=setting.tiny)
     times = figures(setting.times(steps, seconds=20.0))
     rates = {name: round(1e3 * tokens / values["median"], 1) for name, values in times.items()}
     return {
@@ -39,3 +32,21 @@ def measure(shape: str, length: int, setting: Setting) -> dict[str, Any]:
         "tokens_per_second": rates,
         "goals": {"sdpa / ours, tokens per second": goal(rates["sdpa"] / rates["ours"], 1 / 0.9)},
     }
+
+
+def training(shape: str, length: int, batch: int, device: str, *, tiny: bool) -> tuple[dict[str, Any], int]:
+    """Steps of the model with SDPA and ours, and the tokens of a step."""
+    from hf_entmax.bench.cases import ModelCase
+    from hf_entmax.bench.implementations import training_steps
+
+    small = {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64}
+    full = {"bart": {"vocabulary": 50265}, "llama": {"layers": 30, "width": 576, "heads": 9, "vocabulary": 49152}}[
+        shape
+    ]
+    sizes = small if tiny else full
+    case = ModelCase(f"{shape} {length}", batch=batch, lengths=(length, length), kind=shape, bfloat16=True, **sizes)
+    return training_steps(case, device)
+
+
+if __name__ == "__main__":
+    training(sys.argv[1], 256, 2, "cuda", tiny=False)[0]["ours"]()

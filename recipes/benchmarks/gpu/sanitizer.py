@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .rows import Rows, Skip
@@ -20,9 +22,10 @@ LIMIT = 60.0
 
 def run(rows: Rows, setting: Setting) -> None:
     """Write the rows of this part."""
-    for tool in TOOLS:
-        for case in CASES[-1:] if setting.tiny else CASES:
-            rows.run(f"{tool} {case}", lambda tool=tool, case=case: check(tool, case, setting))
+    with ThreadPoolExecutor(4) as pool:
+        for tool in TOOLS:
+            for case in CASES[-1:] if setting.tiny else CASES:
+                pool.submit(rows.run, f"{tool} {case}", functools.partial(check, tool, case, setting))
 
 
 def check(tool: str, case: str, setting: Setting) -> dict[str, Any]:

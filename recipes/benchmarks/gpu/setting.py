@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 from hf_entmax.bench.timing import interleaved_times, quantile
 
 ROOT = Path(__file__).parents[3]
+#: Processes that compile at the same time: about as many as the machine has cores.
+PROCESSES = 14
 
 
 @dataclass
@@ -57,6 +61,21 @@ def figures(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
         }
         for name, values in times.items()
     }
+
+
+def together(module: str, calls: Iterable[Sequence[object]]) -> None:
+    """Run a module of this package once for each list of arguments, in many processes at once: to fill Triton's cache.
+
+    What fails here fails again, with its reason, where it is measured.
+    """
+    start = [sys.executable, "-m", f"recipes.benchmarks.gpu.{module}"]
+    waiting = [[*start, *map(str, arguments)] for arguments in calls]
+    running: list[subprocess.Popen[bytes]] = []
+    while waiting or running:
+        running = [process for process in running if process.poll() is None]
+        while waiting and len(running) < PROCESSES:
+            running.append(subprocess.Popen(waiting.pop(), cwd=ROOT))
+        time.sleep(0.1)
 
 
 def goal(ratio: float, at_most: float) -> dict[str, Any]:

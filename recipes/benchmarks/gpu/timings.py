@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from hf_entmax.ops import entmax_attention
 
 from . import problems
 from .rows import Rows
-from .setting import Setting, figures, goal
+from .setting import Setting, figures, goal, together
 
 Attend = Callable[[], Tensor]
 
@@ -52,6 +54,8 @@ DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
 
 def run(rows: Rows, setting: Setting) -> None:
     """Write the rows of this part."""
+    if not setting.tiny:
+        together("timings", itertools.product((64, 128), ("ours_learned", "ours_1.5"), ("forward", "both")))
     for case in TINY if setting.tiny else CASES:
         kind = "as random weights" if case.empty is None else f"{case.empty:.0%} of tiles empty"
         rows.run(f"n {case.length}, D {case.head_dim}, {kind}", lambda case=case: measure(case, setting))
@@ -176,3 +180,18 @@ def captured(
             call()
         graphs[name] = graph.replay
     return graphs
+
+
+def compile_one(head_dim: str, name: str, mode: str) -> None:
+    """Run one implementation on a small problem."""
+    tensors = problems.random(2, 4, 256, int(head_dim), "cuda")
+    alpha = torch.linspace(1.3, 1.9, 4, device="cuda").requires_grad_()
+    attend = implementations(tensors, alpha, eager=False)[name]
+    if mode == "both":
+        attend().sum().backward()
+    else:
+        torch.no_grad()(attend)()
+
+
+if __name__ == "__main__":
+    compile_one(*sys.argv[1:])

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from hf_entmax.ops import entmax_attention
 from hf_entmax.ops.triton_gpu import blocks
 
 from . import problems
-from .rows import Rows
-from .setting import ROOT, Setting
+from .rows import Rows, read
+from .setting import Setting, together
 
 #: Rows and columns of tiles, by case.
 TILES = {
@@ -33,7 +32,6 @@ TILES = {
 }
 WARPS_STAGES = ((4, 2), (4, 3), (8, 2), (8, 3))
 BACKWARD = ((4, 1), (4, 2), (8, 1), (8, 2))
-PROCESSES = 14
 
 
 def candidates(case: str, tiny: bool) -> Iterator[blocks.Blocks]:
@@ -47,7 +45,9 @@ def candidates(case: str, tiny: bool) -> Iterator[blocks.Blocks]:
 def run(rows: Rows, setting: Setting) -> None:
     """Write the rows of this part, and ``blocks.json`` after each case."""
     for case in ("half-64",) if setting.tiny else TILES:
-        compile_all(case, setting)
+        if not setting.tiny:
+            numbers = (",".join(map(str, candidate)) for candidate in candidates(case, False))
+            together("tuning", [(case, each, setting.out) for each in numbers])
         for candidate in candidates(case, setting.tiny):
             name = f"{case} {' '.join(map(str, candidate))}"
             rows.run(name, lambda case=case, candidate=candidate: measure(case, candidate, setting))
@@ -98,8 +98,6 @@ def measure(case: str, candidate: blocks.Blocks, setting: Setting) -> dict[str, 
 
 def choose(case: str, setting: Setting, rows: Rows) -> dict[str, Any]:
     """The tile whose passes are fastest together, each with its own warps and stages; written to ``blocks.json``."""
-    from .rows import read
-
     found: dict[tuple[int, int], list[tuple[blocks.Blocks, float, float]]] = {}
     for line in read(setting.out):
         if line["part"] == rows.part and line["status"] == "ok" and line["case"].startswith(case) and "tile" in line:
@@ -122,24 +120,8 @@ def choose(case: str, setting: Setting, rows: Rows) -> dict[str, Any]:
     return {"milliseconds": best[0], "blocks": best[1]._asdict()}
 
 
-def compile_all(case: str, setting: Setting) -> None:
-    """Fill Triton's cache from many processes; what cannot be compiled fails again, with its reason, when it is timed."""
-    if setting.tiny:
-        return
-    waiting = [",".join(map(str, candidate)) for candidate in candidates(case, False)]
-    running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < PROCESSES:
-            command = [sys.executable, "-m", "recipes.benchmarks.gpu.tuning", case, waiting.pop(), str(setting.out)]
-            running.append(subprocess.Popen(command, cwd=ROOT))
-        time.sleep(0.1)
-
-
 def compile_one(case: str, numbers: str, out: str) -> None:
     """Run one candidate on a small problem."""
-    from pathlib import Path
-
     setting = Setting(Path(out), False, 60.0)
     use(case, blocks.Blocks(*map(int, numbers.split(","))), setting, f"{out}/candidate.{os.getpid()}.json")
     try:
