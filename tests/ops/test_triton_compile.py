@@ -15,7 +15,7 @@ KERNELS = {
     "options": ATTENTION | {"_key_extent_kernel"},
     "float32": ATTENTION | {"_key_extent_kernel"},
     "ones": ATTENTION | {"_entmax_attention_bwd_bias_kernel", "_key_extent_kernel"},
-    "sizes": ATTENTION | {"_key_extent_kernel"},
+    "sizes": ATTENTION,
     "rows": {"_solve_rows_kernel", "_write_rows_kernel"},
 }
 

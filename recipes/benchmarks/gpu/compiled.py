@@ -58,7 +58,7 @@ CASES: dict[str, Case | None] = {
     ),
     "decoding": Case(queries=1, keys=4096),
     # Two steps of other sizes: they should be the same kernels.
-    "sizes": Case(options=("is_causal", "padding", "sliding_window")),
+    "sizes": Case(options=("is_causal", "sliding_window")),
     **{
         f"{dtype}-{head_dim}{'' if alpha is None else f' at {alpha}'}": Case(getattr(torch, dtype), head_dim, alpha)
         for dtype, alpha in (("bfloat16", None), ("bfloat16", 1.5), ("float16", None), ("float32", None))
