@@ -92,11 +92,12 @@ def _output_pass(
         p, s, _, log_p = expq(y, mapping, OPTIONS.ALPHA)
         total += tl.sum(p, 1)
         if stats is not None:
-            slope += tl.sum(s, 1)
+            block_slope = tl.sum(s, 1)
+            slope += block_slope
             if OPTIONS.GRAD_ALPHA:
                 entropy -= tl.sum(p * log_p, 1)
                 moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
-            tl.store(flags + row_of_lists + index, 1, mask=tl.max(tl.max((s != 0.0).to(tl.int32), 1), 0) != 0)
+            tl.store(flags + row_of_lists + index, 1, mask=tl.max((block_slope != 0.0).to(tl.int32), 0) != 0)
         if OPTIONS.DROPOUT:
             factor = dropout_factor(tl.load(seed), plane, rows[:, None], cols[None, :], problem.dropout)
             p *= factor

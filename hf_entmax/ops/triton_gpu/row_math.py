@@ -36,23 +36,29 @@ MASKED = tl.constexpr(-3.0e38)
 MASKED_BELOW = tl.constexpr(-1.7014117e38)
 # Below this u the plain derivative in alpha, which divides differences by u**2, loses too many digits.
 SMALL_U = tl.constexpr(0.125)
+# Below this u the logarithm of 1 + x, divided by u, has to be more exact near x = 0 than the hardware's.
+NEAR_U = tl.constexpr(0.25)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Mapping(NamedTuple):
-    """The mapping of one head: ``u`` = alpha - 1, ``inv_u`` = 1/u (1e30 at 0), ``small``: u < SMALL_U somewhere."""
+    """The mapping of one head: ``u`` = alpha - 1, ``inv_u`` = 1/u (1e30 at 0).
+
+    ``small``: u < SMALL_U somewhere; ``near``: u < NEAR_U somewhere.
+    """
 
     u: Any
     inv_u: Any
     small: Any
+    near: Any
 
 
 @triton.jit
 def make_mapping(alpha, lowest_alpha):
     """``Mapping`` for ``alpha``, a scalar or a tensor (below 1 counts as 1), of which ``lowest_alpha`` is the least."""
     u = tl.maximum(alpha - 1.0, 0.0)
-    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U)
+    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U, lowest_alpha - 1.0 < NEAR_U)
 
 
 @triton.jit
@@ -106,9 +112,9 @@ def expq(y, mapping, ALPHA: tl.constexpr):
     ``ALPHA``: 1.0, 1.5 or 2.0 when alpha is that number by construction, else 0.0. It is an argument of its own, not a
     part of ``mapping``, because a constant that a device function returns in a tuple is a constant no longer.
 
-    ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where 1/u magnifies the rounding of ``1 + x``, it is
+    ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where a small u magnifies the rounding of ``1 + x``, it is
     ``y`` times a polynomial in ``x`` (Chebyshev, relative error 1.4e-8), which at u = 0 is ``y log2(e)``; elsewhere the
-    error of the logarithm costs ``p`` at most 5e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
+    error of the logarithm costs ``p`` at most 8e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
     """
     x = mapping.u * y
     w = 1.0 + x
@@ -130,11 +136,12 @@ def expq(y, mapping, ALPHA: tl.constexpr):
         curvature = s / safe
         log_p = _LN_2 * fast_log2(safe)
     else:
-        near = y * (
-            1.4426950604177182
-            + x * (-0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324)))
-        )
-        exponent = tl.where(x > -0.125, near, fast_log2(safe) * mapping.inv_u)
+        exponent = fast_log2(safe) * mapping.inv_u
+        if mapping.near:
+            polynomial = 1.4426950604177182 + x * (
+                -0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324))
+            )
+            exponent = tl.where(x > -0.125, y * polynomial, exponent)
         # One power serves all three: the unit that makes powers takes eight times as long as one that multiplies.
         curvature = tl.where(off, 0.0, fast_exp2(exponent * (1.0 - 2.0 * mapping.u)))
         s = curvature * safe

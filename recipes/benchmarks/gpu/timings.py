@@ -48,7 +48,7 @@ TINY = (Case(20, 16, None),)
 #: Tokens of a batch, and model width: as in training.
 TOKENS, WIDTH = 32768, 1024
 #: The largest ratio of our time to theirs, for forward + backward.
-SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash": 1.0, "adasplash_no_block_mask": 1.0}
+SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash_v1": 1.0, "adasplash_v2": 1.0}
 DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
 
 
@@ -143,7 +143,7 @@ def implementations(tensors: list[Tensor], alpha: Tensor, *, eager: bool) -> dic
         import adasplash  # pyright: ignore[reportMissingImports]
     except ImportError:
         return found
-    for name in ("adasplash", "adasplash_no_block_mask"):
+    for name in ("adasplash_v1", "adasplash_v2"):
         if (function := getattr(adasplash, name, None)) is not None:
             known = inspect.signature(function).parameters
             options = {word: given for word, given in {"alpha": 1.5, "is_causal": True}.items() if word in known}
