@@ -1,28 +1,28 @@
 """What attention has to cost: products, scores and bytes of each pass, against what a GPU can do.
 
-Counted for one head, ``tiles`` of ``rows x cols`` scores that the causal limit leaves, ``listed`` of which carry weight. H100 SXM
-(132 multiprocessors, 1.83 GHz): 989 TFLOP/s bfloat16 on tensor cores, 4096 a cycle and multiprocessor; 3.35 TB/s; 16 powers or
-logarithms, 64 comparisons or selections, 128 multiply-adds a cycle and multiprocessor.
+Counted for one head, in tiles of 64 x 64 scores at D 64, bfloat16, alpha learned and above 1.25. H100 SXM (132 multiprocessors, 1.83
+GHz): 989 TFLOP/s on tensor cores, that is 128 cycles for a product of such a tile; 3.35 TB/s; each quarter of a multiprocessor issues
+one instruction a cycle, half a comparison or selection, an eighth of a power or logarithm. *Issued* is read off the machine code
+(the part "compiled"), without the branch for tiles at the edge of what is visible:
 
-    pass                      tiles    products     scores computed from them
-    maximum                   all      Q K^T        1 maximum, 2 sums
-    threshold, 2 to 4 times   fewer    Q K^T        1 logarithm, 1 power, about 20 others; none of both at alpha 1.5
-    output                    listed   Q K^T, P V, S V      the same, 2 more sums for the gradient of alpha
-    backward, queries         listed   Q K^T, dO V^T, dS K          and about 15 for the gradient of alpha
-    backward, keys            listed   Q K^T, dO V^T, P^T dO, dS^T Q
+    pass                      tiles    products (cycles)            powers   issued   at alpha 1.5
+    maximum                   all      Q K^T (128)                       0      320      290
+    threshold, 2 to 4 times   fewer    Q K^T (128)                     512      710      550
+    output                    listed   Q K^T, P V, S V (384)           512     1020      580
+    backward, queries         listed   Q K^T, dO V^T, dS K (384)       512     1090      550
+    backward, keys            listed   + P^T dO, dS^T Q (512)          512     1340      920
 
-- A tile of 64 x 64 at D 64 is 128 cycles of tensor cores a product. Its 4096 logarithms and 4096 powers are 512 cycles, its 20
-  other operations 640 to 900: **with a learned alpha a pass is bound by arithmetic on scores, not by products or bytes**; at alpha 1.5
-  a pass has half of that. So passes and operations per score are what to save: one power serves p, s and s/w; the threshold
-  starts from a bound (equal scores: no further pass); NaN is found in a sum.
-- FlashAttention has 2 products and 1 power per score forward, 5 and 1 backward. On dense tiles ours has 4 + 2 passes with 12 products
-  and 12 powers: 2.5 to 3.5 times its time is what to expect, less than 1 once two thirds of the tiles are empty, since only the
-  first pass reads all of them (1 product, 3 operations a score).
-- Bytes: keys and values of a head (n D 4 bytes: 4 MiB at 32k, D 64) stay in the 50 MiB of L2; all heads at once read them
-  n / rows times from there. Outside L2: Q, K, V, O, their gradients once, and 4 + 1 bytes a tile for lists and flags. Intensity is
-  hundreds of operations a byte: memory is no limit, except in decoding (T_q 1: 2 D bytes x 2 passes a key).
-- Launches: forward 1 (2 with padding), and 2 buffers filled; backward 4 and 1 sum. Short rows pay the launches: compare the rows
-  "graph" of the timings.
+- **Passes are bound by instructions on scores**, not by products or bytes. So what is saved is passes and instructions: one power
+  serves p, s and s/w; the threshold starts from a bound that equal scores attain; NaN is found in a sum; a tile's flag comes from
+  row sums; the polynomial beside the logarithm runs below alpha 1.25 only (210 more a pass).
+- FlashAttention: 2 products and a power forward, 5 and 1 backward, about 500 + 1000 cycles a tile. Dense rows cost ours (3 steps of the
+  threshold) 3500 + 2400, 3.5 to 4 times as much; at alpha 1.5 some 2.7 times. With two thirds of the tiles empty, which only the
+  first passes read: 1.1 (alpha 1.5) to 1.6 times. To be faster there the passes over keys have to become fewer, or tiles wider.
+- Bytes: keys and values of a head (8 MiB at 32k) are read n / rows times from L2, 50 MiB; outside it every tensor once, and 4 + 1 bytes a
+  tile for lists and flags. That is hundreds of operations a byte: memory is no limit, except in decoding (T_q 1), where every
+  pass reads all keys that are left: the sketch of `exact_sparse_attention` is for that.
+- Launches: forward 1 (2 with padding), backward 4 and a sum. Short rows pay for them and for Python: compare the rows "graph" of the
+  timings. Loops over keys hold 30 KiB of code each.
 """
 
 from __future__ import annotations
