@@ -29,18 +29,14 @@ TASKS = {
     "token-classification": "AutoModelForTokenClassification",
     "feature-extraction": "AutoModel",
 }
-_TASK_OF_CLASS = (
-    ("ForConditionalGeneration", "seq2seq"),
-    ("ForSeq2SeqLM", "seq2seq"),
-    ("MTModel", "seq2seq"),
-    ("EncoderDecoderModel", "seq2seq"),
-    ("ForCausalLM", "causal-lm"),
-    ("LMHeadModel", "causal-lm"),
-    ("ForMaskedLM", "masked-lm"),
-    ("ForPreTraining", "masked-lm"),
-    ("ForSequenceClassification", "sequence-classification"),
-    ("ForTokenClassification", "token-classification"),
-)
+#: Task -> how the names of classes end that do it.
+_CLASSES_OF_TASK = {
+    "seq2seq": ("ForConditionalGeneration", "ForSeq2SeqLM", "MTModel", "EncoderDecoderModel"),
+    "causal-lm": ("ForCausalLM", "LMHeadModel"),
+    "masked-lm": ("ForMaskedLM", "ForPreTraining"),
+    "sequence-classification": ("ForSequenceClassification",),
+    "token-classification": ("ForTokenClassification",),
+}
 
 
 @dataclass
@@ -306,8 +302,8 @@ def _read_gold(read: Callable[[Any], list[Any]], path: Any, limit: int, what: st
 def infer_task(config: Any) -> str:
     """The task a configuration was saved for: from its architecture, else from its kind."""
     for name in getattr(config, "architectures", None) or []:
-        for part, task in _TASK_OF_CLASS:
-            if name.endswith(part):
+        for task, endings in _CLASSES_OF_TASK.items():
+            if name.endswith(endings):
                 return task
     return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "feature-extraction"
 

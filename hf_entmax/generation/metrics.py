@@ -216,8 +216,7 @@ def _check_labels(scores: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
     """Flat labels, and which of them count."""
     if labels.is_floating_point():
         raise TypeError(f"labels must hold class indices (integers), not {labels.dtype}.")
-    flat, kept = check_labels(labels.to(scores.device), scores.shape[:-1], scores.shape[-1], ignore_index)
-    return flat, torch.ones_like(flat, dtype=torch.bool) if kept is None else kept
+    return check_labels(labels.to(scores.device), scores.shape[:-1], scores.shape[-1], ignore_index)  # type: ignore[return-value]
 
 
 def _reached(probs: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,11 +66,14 @@ class DependencySentence:
 
     def surface_spans(self) -> list[tuple[int, int]]:
         """Character span [start, end) of every surface token in :attr:`text`."""
-        spans, position = [], 0
-        for token, space in zip(self.surface, self.spaces, strict=True):
-            spans.append((position, position + len(token)))
-            position += len(token) + int(space)
-        return spans
+        return word_spans(self.surface, self.spaces)
+
+
+def word_spans(words: Sequence[str], spaces: Iterable[bool] = itertools.repeat(True)) -> list[tuple[int, int]]:
+    """Character span [start, end) of every word of a text, where ``spaces`` says whether a space follows it."""
+    widths = [len(word) + space for word, space in zip(words, spaces, strict=False)]
+    starts = itertools.accumulate(widths, initial=0)
+    return [(start, start + len(word)) for word, start in zip(words, starts, strict=False)]
 
 
 def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.alignments import AlignedPair
-from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS, DependencySentence
+from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS, DependencySentence, word_spans
 from hf_entmax.analysis.reading.data import TextRecord
 from hf_entmax.analysis.reading.words import TokenTable, own_word_ids, token_table
 from hf_entmax.batches.prepare import is_encoder_decoder, maximum_length, pad_token_id
@@ -85,7 +85,7 @@ class Encoder:
 
     def alignments(self, pairs: Sequence[AlignedPair]) -> Iterator[Batch]:
         """Batches of sentence pairs with gold word alignments."""
-        sides = lambda pair: [(" ".join(words), _spans(words)) for words in (pair.source, pair.target)]  # noqa: E731
+        sides = lambda pair: [(" ".join(words), word_spans(words)) for words in (pair.source, pair.target)]  # noqa: E731
         for kept, (source, target), batch in self._with_gold(pairs, sides):
             batch["source_words"] = self._place_words(source, batch["attention_mask"])
             batch["target_words"] = self._place_words(target, batch["labels"] != -100)
@@ -263,14 +263,6 @@ def find_tokens(text: str, surfaces: Sequence[str], outside: Sequence[bool]) -> 
             return None
         spans.append((found, found + len(surface)))
         position = found + len(surface)
-    return spans
-
-
-def _spans(words: Sequence[str]) -> list[tuple[int, int]]:
-    spans, position = [], 0
-    for word in words:
-        spans.append((position, position + len(word)))
-        position += len(word) + 1
     return spans
 
 

@@ -58,11 +58,8 @@ def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatisti
             columns[f"confidence_median_{word}"] = site.positional_median(offset)
             columns[f"argmax_share_{word}"] = site.positional_share(offset)
     if name != "cross":
-        columns |= {
-            "subword_merging": site.subword_merging(),
-            "subword_merging_multi": site.subword_merging(min_pieces=2),
-            "interrogation": site.interrogation(),
-        }
+        merging = {"subword_merging": site.subword_merging(), "subword_merging_multi": site.subword_merging(2)}
+        columns |= {**merging, "interrogation": site.interrogation()}
     columns |= {f"{kind}_mass": site.sink_mass(kind) for kind in ("special", "first", "punctuation")}
     if "dependency_hits" in site.sums:
         columns["dependency_accuracy"] = site.dependency_accuracy()
