@@ -146,12 +146,9 @@ def vocabulary_size(model: Any) -> int | None:
 def check_vocabulary(model: Any, ids: Tensor, what: str = "token id") -> None:
     """Raises ``ValueError`` for ids that the model has no embedding for."""
     size = vocabulary_size(model)
-    if size is None or not ids.numel():
-        return
-    smallest, largest = int(ids.min()), int(ids.max())
-    if largest >= size or smallest < 0:
+    if size is not None and len(outside := ids[(ids < 0) | (ids >= size)]):
         raise ValueError(
-            f"{what} {largest if largest >= size else smallest} is outside the model's vocabulary of {size} entries: "
+            f"{what} {int(outside.max())} is outside the model's vocabulary of {size} entries: "
             "the data was made with the tokenizer of another model. Use the tokenizer saved with this model."
         )
 
@@ -202,14 +199,8 @@ def _without_outer_padding(ids: Tensor, pad: int | None, model: Any) -> Tensor:
     """All tokens but the padding before and after a sentence; nothing is taken for padding where EOS doubles as PAD."""
     if pad is None or pad == getattr(model.config, "eos_token_id", None):
         return torch.ones_like(ids, dtype=torch.bool)
-    return _between(ids != pad)
-
-
-def _between(real: Tensor) -> Tensor:
-    """Fills the gaps between the first and the last True of each row."""
-    before = real.long().cumsum(1) > 0
-    after = real.flip(1).long().cumsum(1).flip(1) > 0
-    return before & after
+    real = ids != pad
+    return _until_last(real) & _until_last(real.flip(1)).flip(1)
 
 
 def _prepare_decoder(model: Any, info: BatchInfo, tensors: dict[str, Any], labels: Any, pad: int | None) -> None:
@@ -246,4 +237,5 @@ def _prepare_decoder(model: Any, info: BatchInfo, tensors: dict[str, Any], label
 
 
 def _until_last(real: Tensor) -> Tensor:
+    """True up to the last True of each row."""
     return real.flip(1).long().cumsum(1).flip(1) > 0
