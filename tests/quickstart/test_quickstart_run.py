@@ -33,10 +33,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the quickstart runs in a fresh process costs no start: that is seen where it is run to its end."""
 
     def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        _, _, module, *arguments = command
-        return fresh.run_module(module, *arguments, environment=options["env"])
+        _, _, code, *arguments = command
+        return fresh.run(code, *arguments, environment=options["env"])
 
-    monkeypatch.setattr("hf_entmax.quickstart.reload.subprocess.run", start)
+    monkeypatch.setattr("hf_entmax.quickstart.models.subprocess.run", start)
 
 
 @pytest.mark.slow
