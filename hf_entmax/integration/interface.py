@@ -25,6 +25,7 @@ from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
+from hf_entmax.ops.triton_gpu import largest_alpha
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,6 +183,13 @@ def _attend(
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)
+
+
+def _backend(kind: nn.Module, device: str, keys: int) -> Backend:
+    """Whom to ask for the attention; not the CUDA kernels where an alpha may be learned that they are not right for."""
+    backend: Backend = getattr(kind, "backend", "auto")
+    bounds = getattr(getattr(kind, "owner", kind), "bounds", (1.0, 2.0))
+    return "torch" if backend == "auto" and device == "cuda" and bounds[1] > largest_alpha(keys) else backend
 
 
 def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:

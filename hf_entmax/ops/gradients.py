@@ -19,10 +19,12 @@ in ``x``.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, expm1, values_visible
+from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, expm1, is_steep, values_visible
 
 # Below this `u` the bracket is summed as a series in x = O(u log p), above it directly: the direct form loses about eps/u,
 # the series (eight terms) what large x leave out.
@@ -30,6 +32,8 @@ _SERIES_BELOW = {torch.float32: 0.08, torch.float64: 1e-3}
 # Probabilities are raised to this before a logarithm whose every use is multiplied by the probability itself.
 # Low enough to change nothing, high enough that powers of it stay finite.
 _FLOOR = {torch.float32: 1e-30, torch.float64: 1e-250}
+#: For alpha > 2 the derivative of a probability p in its score is about p**(2 - alpha), which soon is no float: it ends here.
+LARGEST_LOG = 80.0
 
 
 def gradient_rows(
@@ -58,8 +62,7 @@ def gradient_rows(
         part = slice(start, min(start + chunk, rows))
         u_part = u[part] if isinstance(u, Tensor) else u
         # For alpha > 2 the largest weight s may belong to the smallest probability, which asks for more care.
-        steep = bool((u_part > 1).any()) if isinstance(u_part, Tensor) else u_part > 1
-        chunk_gradient = gradient_formula if steep else _chunk_gradient
+        chunk_gradient = gradient_formula if is_steep(u_part) else _chunk_gradient
         grad_scores, grad_alpha = chunk_gradient(probs[part], grad[part], u_part, with_alpha)
         if out is not None:
             out[part] = grad_scores
@@ -81,35 +84,56 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
         ``[..., d]`` and ``[..., 1]`` (or None) in the compute dtype.
     """
     probs, grad = _widened(probs, grad)
-    zero = torch.zeros((), dtype=probs.dtype, device=probs.device)
     support = probs > 0
     log_probs = torch.log(torch.where(support, probs, torch.ones_like(probs)))
     u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
-    excess = expm1(-u * log_probs)
-    weight = probs + probs * excess
+    gentle_u = u.clamp(max=1) if isinstance(u, Tensor) else min(u, 1.0)
+    excess = expm1(-gentle_u * log_probs)
+    weight, scale = probs + probs * excess, torch.ones_like(probs[..., :1])
+    if isinstance(u, Tensor) or u > 1:
+        # p**(1 - u) has no bound there: it is taken relative to its largest, that of the smallest probability.
+        log_weight = torch.where(support, (1 - u) * log_probs, -math.inf)
+        largest = log_weight.amax(-1, keepdim=True).clamp(min=0)
+        steep = u > 1
+        weight = _choose(steep, torch.exp(log_weight - largest), weight)
+        scale = _choose(steep, torch.exp(largest.clamp(max=LARGEST_LOG)), scale)
     # One entry can outweigh all others (alpha > 2); measured from its cotangent nothing cancels.
     reference = grad.gather(-1, weight.argmax(-1, keepdim=True))
-    shifted = torch.where(support, grad - reference, zero)
+    shifted = torch.where(support, grad - reference, torch.zeros_like(grad))
     total = weight.sum(-1, keepdim=True)
     total = torch.where(total > 0, total, torch.ones_like(total))
-    grad_scores = weight * (shifted - (weight * shifted).sum(-1, keepdim=True) / total)
+    mean = (weight * shifted).sum(-1, keepdim=True) / total
+    grad_scores = scale * (weight * (shifted - mean))
     if not with_alpha:
         return grad_scores, None
-    centred = shifted - (probs * shifted).sum(-1, keepdim=True)
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
-    mean_excess = (probs * excess).sum(-1, keepdim=True)
-    log_total = torch.log1p(mean_excess)
-    seam = _SERIES_BELOW[probs.dtype]
-    if isinstance(u, Tensor):
-        # Each branch is evaluated where it is tame; `where` must not select between a number and a NaN.
-        series = _series(u.clamp(max=seam), log_probs, log_total, entropy)
-        direct = _direct(u.clamp(min=seam), log_probs, excess, mean_excess, log_total, entropy)
-        bracket = torch.where(u < seam, series, direct)
-    elif u < seam:
-        bracket = _series(u, log_probs, log_total, entropy)
-    else:
-        bracket = _direct(u, log_probs, excess, mean_excess, log_total, entropy)
-    return grad_scores, -(probs * centred * bracket).sum(-1, keepdim=True)
+    centred = shifted - (probs * shifted).sum(-1, keepdim=True)
+    steep_alpha = gentle_alpha = torch.zeros_like(mean)
+    if isinstance(u, Tensor) or u > 1:
+        # The same with the weights that sum to 1; both brackets are 0 where all probabilities are equal.
+        steep_u = u.clamp(min=1) if isinstance(u, Tensor) else u
+        tilt = ((weight / total - probs) * centred).sum(-1, keepdim=True)
+        spread = (probs * (log_probs + entropy) * centred).sum(-1, keepdim=True)
+        steep_alpha = -((1 + steep_u * entropy) * tilt / steep_u + spread) / steep_u
+    if isinstance(u, Tensor) or u <= 1:
+        mean_excess = (probs * excess).sum(-1, keepdim=True)
+        log_total = torch.log1p(mean_excess)
+        seam = _SERIES_BELOW[probs.dtype]
+        if isinstance(u, Tensor):
+            # Each branch is evaluated where it is tame; `where` must not select between a number and a NaN.
+            series = _series(u.clamp(max=seam), log_probs, log_total, entropy)
+            direct = _direct(gentle_u.clamp(min=seam), log_probs, excess, mean_excess, log_total, entropy)
+            bracket = torch.where(u < seam, series, direct)
+        elif u < seam:
+            bracket = _series(u, log_probs, log_total, entropy)
+        else:
+            bracket = _direct(u, log_probs, excess, mean_excess, log_total, entropy)
+        gentle_alpha = -(probs * centred * bracket).sum(-1, keepdim=True)
+    return grad_scores, _choose(u > 1, steep_alpha, gentle_alpha)
+
+
+def _choose(condition: bool | Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    return torch.where(condition, yes, no) if isinstance(condition, Tensor) else yes if condition else no
 
 
 def _direct(

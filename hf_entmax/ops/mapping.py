@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from hf_entmax.ops import opaque
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import checked, compute_dtype, recorded, row_probabilities, traced
+from hf_entmax.ops.solve import (
+    checked,
+    compute_dtype,
+    is_steep,
+    masked_below,
+    recorded,
+    row_probabilities,
+    traced,
+    values_visible,
+)
 
 
 class EntmaxFunction(torch.autograd.Function):
@@ -223,8 +232,18 @@ def solve_along(
         solve = EntmaxFunction.forward if traced() else EntmaxFunction.apply
         return solve(moved, u, kernels, alpha_max > 2).movedim(-1, dim)
     u = u.reshape(-1, 1) if isinstance(u, Tensor) else u
-    probs = EntmaxFunction.apply(moved.reshape(-1, moved.shape[-1]), u, kernels, alpha_max > 2)
+    rows = moved.reshape(-1, moved.shape[-1])
+    if alpha_max > 2 and _needs_wide_probabilities(rows, u):
+        rows = rows.to(compute_dtype(rows.dtype)).masked_fill(rows <= masked_below(rows.dtype), -math.inf)
+    probs = EntmaxFunction.apply(rows, u, kernels, alpha_max > 2).to(scores.dtype)
     return probs.reshape(moved.shape).movedim(-1, dim)
+
+
+def _needs_wide_probabilities(rows: Tensor, u: float | Tensor) -> bool:
+    """Whether the backward pass must see more digits than a half type has: it raises probabilities to ``2 - alpha``."""
+    if rows.dtype == compute_dtype(rows.dtype) or not torch.is_grad_enabled():
+        return False
+    return is_steep(u) if not isinstance(u, Tensor) or values_visible(u) else True
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_entmax.ops import controllable
 
+from . import length
 from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -184,6 +185,7 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "inflection_alpha": (alpha_grid, 150),
     "inflection_time": (training_time, 150),
     "conversion": (conversion, 150),
+    "length": (length.figure, 150),
     "controllable_regions": (regions, 90),
     "long_context": (long_context, 110),
     "multilabel_synthetic": (synthetic, 90),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import benchmarks, claims, mappings, tables
+from . import benchmarks, claims, length, mappings, tables
 from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
 
 #: Templates, by the page that is made of them.
@@ -36,6 +36,7 @@ def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figu
         rows=Rows(results),
         claims=claims,
         tables=tables,
+        length=length,
         mappings=mappings,
         column=column,
         machines=machines,

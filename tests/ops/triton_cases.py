@@ -23,7 +23,7 @@ from device_report import report  # noqa: F401  a fixture
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
-from hf_entmax.ops import backends, entmax, entmax_attention, reference, solve
+from hf_entmax.ops import backends, entmax, entmax_attention, reference, solve, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported
@@ -199,6 +199,16 @@ def test_alpha_above_two_is_as_good_as_the_torch_path(alpha):
     plain = torch_attention(*inputs)[0]
     error = (attention(*inputs)[0] - oracle).abs().max()
     assert error <= 4 * (plain - oracle).abs().max() + 1e-5
+
+
+@pytest.mark.parametrize("alpha", [6.0, torch.tensor([1.5, 6.0])])
+def test_an_alpha_that_float32_thresholds_cannot_tell_is_refused(alpha):
+    query, key, value, _ = make(T_k=64)
+    with pytest.raises(ValueError, match="alpha: 6 is above 4"):
+        attention(query, key, value, alpha)
+    if isinstance(alpha, torch.Tensor):  # what could not be looked at is NaN, for that head alone
+        out = triton_gpu.attention(query, key, value, alpha, AttentionOptions())[0]
+        assert out[:, 1].isnan().all() and out[:, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])

@@ -16,6 +16,7 @@ Reference:
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from types import ModuleType
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.triton_gpu import operators as operators
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -35,6 +37,8 @@ _OLDEST = (8, 0)
 # With these alphas by construction the kernels need no logarithm.
 _EXACT = (1.0, 1.5, 2.0)
 _DEFAULTS = AttentionOptions()
+# Tied weights are 1/n at most n keys, and float32 thresholds tell them by 1 + u (z - c) = n**-u: beyond this many bits not.
+_THRESHOLD_BITS = 18.0
 
 
 def unsupported(
@@ -72,7 +76,18 @@ def unsupported(
                 return f"{name}: it is on {other.device}, query on {query.device}"
             if other.dtype == torch.float64:
                 return f"{name}: float64 would be rounded to float32"
+    largest = largest_alpha(key.shape[-2])
+    seen = alpha.device.type == "cpu" and values_visible(alpha) if isinstance(alpha, Tensor) else True
+    if seen and (given := float(torch.as_tensor(alpha).max())) > largest:
+        return (
+            f"alpha: {given:.4g} is above {largest:.4g}, up to which its float32 thresholds tell {key.shape[-2]} keys"
+        )
     return None
+
+
+def largest_alpha(keys: int) -> float:
+    """Up to which alpha the kernels are right for so many keys: any up to 2, then less the more keys there are."""
+    return max(2.0, 1.0 + _THRESHOLD_BITS / math.log2(max(2, keys)))
 
 
 def attention(
@@ -95,6 +110,8 @@ def attention(
     exact_alpha = 0.0
     if isinstance(alpha, Tensor):
         alphas = alpha.to(torch.float32).expand(heads).contiguous()
+        # To look would wait for the device: what `unsupported` could not see shows as NaN instead of wrong weights.
+        alphas = torch.where(alphas > largest_alpha(key.shape[-2]), math.nan, alphas)
     else:
         exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
         alphas = torch.full((heads,), float(alpha), dtype=torch.float32, device=query.device)

@@ -57,7 +57,7 @@ class Mapping(NamedTuple):
 @triton.jit
 def make_mapping(alpha, lowest_alpha):
     """``Mapping`` for ``alpha``, a scalar or a tensor (below 1 counts as 1), of which ``lowest_alpha`` is the least."""
-    u = tl.maximum(alpha - 1.0, 0.0)
+    u = tl.maximum(alpha - 1.0, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U, lowest_alpha - 1.0 < NEAR_U)
 
 

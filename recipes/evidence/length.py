@@ -1,0 +1,74 @@
+"""Longer than trained on: the tables and the figure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from matplotlib.figure import Figure
+
+from .rows import Row, Rows, distinct, grouped, spread, table
+
+#: Exact match in percent of softmax / entmax 1.5 / ASEntmax: Vasylenko et al. 2025, and an independent rerun of one seed.
+PAPERS = {
+    ("sort", 4): ("0 / 57.8 / 79.7", "4 / 53 / 81"),
+    ("reverse", 4): ("0 / 28.5 / 96.4", "0 / 61 / 53"),
+    ("copy", 64): ("85.5 / 0 / 86.6", "63 / 50 / 76"),
+}
+
+
+def accuracies(row: Row) -> dict[int, float]:
+    """By length, in percent."""
+    return {int(length): float(value) for length, value in re.findall(r"(\d+)=([\d.]+)", row["accuracies"])}
+
+
+def lengths_table(rows: Rows, task: str) -> str:
+    """A line for each attention: mean and spread over its seeds at every length."""
+    found = rows("length", task=task)
+    lengths = sorted(accuracies(found[0]))
+    trained_at = int(found[0]["train_length"])
+    head = ["attention", "seeds", "trained", "alpha", *(f"{length // trained_at}x" for length in lengths)]
+    lines = []
+    for (name,), own in grouped(found, "row").items():
+        values = [accuracies(row) for row in own]
+        alphas = [float(row["alpha"]) for row in own if row["alpha"]]
+        learned = spread(alphas) if "learned" in name and alphas else ""
+        trained = sum(row["trained"] == "True" for row in own)
+        lines.append([name, len(own), trained, learned, *(spread([v[n] for v in values], 1) for n in lengths)])
+    return table(head, lines)
+
+
+def beside_the_papers(rows: Rows) -> str:
+    """Copy, reverse and sort at the length that the paper reports, beside its numbers and those of the rerun."""
+    lines = []
+    for (task, factor), (paper, rerun) in PAPERS.items():
+        own = []
+        for name in ("softmax", "entmax 1.5", "ASEntmax"):
+            values = [
+                accuracies(row)[n]
+                for row in rows("length", task=task, row=name)
+                if (n := factor * int(row["train_length"])) in accuracies(row)
+            ]
+            own.append(f"{statistics.fmean(values):.1f}" if values else "not measured")
+        lines.append([f"{task}, {factor}x", " / ".join(own), paper, rerun])
+    return table(["exact match, %: softmax / entmax 1.5 / ASEntmax", "here", "paper", "rerun"], lines)
+
+
+def figure(rows: Rows) -> Figure | None:
+    """Max retrieval: accuracy against the number of items, mean over the seeds."""
+    found = rows("length", task="max_retrieval")
+    if not found:
+        return None
+    drawn = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = drawn.subplots()
+    for place, name in enumerate(distinct(found, "row")):
+        values = [accuracies(row) for row in found if row["row"] == name]
+        lengths = sorted(values[0])
+        means = [statistics.fmean(v[n] for v in values) for n in lengths]
+        line = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
+        axis.plot(lengths, means, marker=".", label=name, **line)
+    axis.axhline(10, color="grey", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel=f"items (trained at {found[0]['train_length']})", ylabel="accuracy, %")
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return drawn
