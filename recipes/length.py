@@ -2,6 +2,7 @@
 
     python recipes/length.py max_retrieval
     python recipes/length.py max_retrieval --only softmax "entmax 1.5" --seeds 0 1 2
+    python recipes/length.py copy --seeds 0 1 2 --steps 3000 --batch 64      # likewise reverse, sort and retrieval
 
 Each line of the table is trained with every seed; a line that is in the results with all seeds is not made again. On a CPU set
 ``MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000``: fewer returns of memory to the system halve the time.
@@ -17,18 +18,19 @@ from typing import Any
 import rich
 import torch
 
-from common import retrieval
+from common import retrieval, sequences
 from common.results import Results, columns, command, hardware, versions
 
 FIELDS = columns(
     "task row seed steps batch train_length loss trained accuracies alpha factor seconds command hardware versions"
 )
-RETRIEVAL_LENGTHS = [16 * 2**power for power in range(9)]
+#: How many times as long as in training.
+FACTORS = {"max_retrieval": 256, "copy": 64, "reverse": 8, "sort": 8, "retrieval": 64}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["max_retrieval"])
+    parser.add_argument("task", choices=list(FACTORS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "length.csv")
     parser.add_argument("--only", nargs="+", help="lines of the table (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
@@ -36,6 +38,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--samples", type=int, default=512, help="tests at each length")
+    parser.add_argument("--length", type=int, default=16, help="sequences: longest in training")
+    parser.add_argument("--width", type=int, default=64, help="sequences: of the model")
+    parser.add_argument("--heads", type=int, default=4, help="sequences: in a layer")
+    parser.add_argument("--layers", type=int, default=2, help="sequences: of the model")
     return parser.parse_args()
 
 
@@ -44,44 +50,79 @@ def in_words(accuracies: dict[int, float]) -> str:
     return " ".join(f"{length}={value:.1f}" for length, value in accuracies.items())
 
 
+def wanted(args: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
+    """The lines to make.
+
+    Raises:
+        SystemExit: if one of them does not exist.
+    """
+    if unknown := [name for name in args.only or () if name not in rows]:
+        raise SystemExit(f"There is no line {unknown}; there are {list(rows)}.")
+    return args.only or list(rows)
+
+
+def tested_at(task: str, length: int) -> list[int]:
+    """The length of training and its doubles."""
+    return [length * 2**power for power in range(FACTORS[task].bit_length())]
+
+
+def add(args: argparse.Namespace, results: Results, accuracies: dict[int, float], **values: Any) -> None:
+    """Write a line of results and show it; a model has learned what it gets right half of the time where it was trained."""
+    results.add(
+        task=args.task, steps=args.steps, batch=args.batch, trained=accuracies[values["train_length"]] >= 50,
+        accuracies=in_words(accuracies), command=command(("--results",)), hardware=hardware(), versions=versions(), **values,
+    )  # fmt: skip
+    rich.print(f"{values['row']}, seed {values['seed']}: {in_words(accuracies)}")
+
+
 def max_retrieval(args: argparse.Namespace, results: Results) -> None:
     """Train all seeds of each line at once and test them at every length."""
-    names = args.only or list(retrieval.ROWS)
-    if unknown := [name for name in names if name not in retrieval.ROWS]:
-        raise SystemExit(f"There is no line {unknown}; there are {list(retrieval.ROWS)}.")
-    for name in names:
-        seeds = [
-            seed for seed in args.seeds if not results.has(task="max_retrieval", row=name, seed=seed, steps=args.steps)
-        ]
+    lengths = tested_at(args.task, retrieval.TRAINED_AT)
+    for name in wanted(args, retrieval.ROWS):
+        seeds = [s for s in args.seeds if not results.has(task=args.task, row=name, seed=s, steps=args.steps)]
         if not seeds:
             continue
         start = time.perf_counter()
         model = retrieval.Retrieval(retrieval.ROWS[name], seeds)
         loss = retrieval.train(model, args.steps, args.batch, args.lr)
         seconds = (time.perf_counter() - start) / len(seeds)
+        alphas = torch.as_tensor(model.alphas()).detach().expand(len(seeds)).tolist()
         lines: dict[str, Any] = {name: None} | (retrieval.AT_TEST if name == "softmax" else {})
         for line, mapping in lines.items():
-            tested = {length: model.accuracy(length, args.samples, mapping) for length in RETRIEVAL_LENGTHS}
-            alpha = torch.as_tensor(model.alphas()).detach().expand(len(seeds)).tolist()
+            tested = {length: model.accuracy(length, args.samples, mapping) for length in lengths}
             for place, seed in enumerate(seeds):
-                accuracies = {length: values[place] for length, values in tested.items()}
-                factors = {
-                    length: float(model.factor(length)[place])
-                    for length in (RETRIEVAL_LENGTHS[0], RETRIEVAL_LENGTHS[-1])
-                }
-                results.add(
-                    task="max_retrieval", row=line, seed=seed, steps=args.steps, batch=args.batch, train_length=retrieval.TRAINED_AT,
-                    loss=f"{loss[place]:.4f}", trained=accuracies[retrieval.TRAINED_AT] >= 50, accuracies=in_words(accuracies),
-                    alpha=f"{alpha[place]:.3f}", factor=" ".join(f"{k}={v:.3f}" for k, v in factors.items()),
-                    seconds=f"{seconds:.0f}", command=command(("--results",)), hardware=hardware(), versions=versions(),
+                factors = {n: float(model.factor(n)[place]) for n in (lengths[0], lengths[-1])}
+                add(
+                    args, results, {n: found[place] for n, found in tested.items()}, row=line, seed=seed,
+                    train_length=retrieval.TRAINED_AT, loss=f"{loss[place]:.4f}", alpha=f"{alphas[place]:.3f}",
+                    factor=" ".join(f"{n}={value:.3f}" for n, value in factors.items()), seconds=f"{seconds:.0f}",
                 )  # fmt: skip
-                rich.print(f"{line}, seed {seed}: {in_words(accuracies)}")
+
+
+def sequence(args: argparse.Namespace, results: Results) -> None:
+    """Train one decoder for each line and seed."""
+    for seed in args.seeds:
+        for name in wanted(args, sequences.ROWS):
+            if results.has(task=args.task, row=name, seed=seed, steps=args.steps):
+                continue
+            start = time.perf_counter()
+            torch.manual_seed(seed)
+            model = sequences.Decoder(sequences.ROWS[name], args.width, args.heads, args.layers)
+            loss = sequences.train(model, args.task, seed, args.steps, args.batch, args.length, args.lr)
+            seconds = time.perf_counter() - start
+            lengths = tested_at(args.task, args.length)
+            found = {n: sequences.exact_match(model, args.task, n, args.samples, seed) for n in lengths}
+            alphas = model.alphas()
+            add(
+                args, results, found, row=name, seed=seed, train_length=args.length, loss=f"{loss:.4f}",
+                alpha=f"{sum(alphas) / len(alphas):.3f}", seconds=f"{seconds:.0f}",
+            )  # fmt: skip
 
 
 def main() -> None:
     args = parse()
     results = Results(args.results, FIELDS)
-    {"max_retrieval": max_retrieval}[args.task](args, results)
+    (max_retrieval if args.task == "max_retrieval" else sequence)(args, results)
 
 
 if __name__ == "__main__":

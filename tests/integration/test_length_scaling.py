@@ -282,3 +282,40 @@ def test_the_report_says_it():
     assert "s * log(n)" in next(finding.text for finding in summarize(statistics) if finding.topic == "length scaling")
     plain = collect(patch_model(tiny.build("llama")), [tiny.inputs("llama")])
     assert not any(finding.topic == "length scaling" for finding in summarize(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_traced_and_exported(kind):
+    model = scaled("llama", kind, alpha="learned", backend="torch")
+    model.config.use_cache = False
+    batch = tiny.inputs("llama")
+    expected = logits(model, batch)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled, batch), expected, atol=2e-5, rtol=1e-4)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(input_ids=ids, attention_mask=mask).logits
+
+    with torch.no_grad():
+        program = torch.export.export(Logits(), tuple(batch.values()))
+        torch.testing.assert_close(program.module()(*batch.values()), expected, atol=2e-5, rtol=1e-4)
+        traced = torch.jit.trace(Logits(), tuple(batch.values()), check_trace=False)
+        torch.testing.assert_close(traced(*batch.values()), expected, atol=2e-5, rtol=1e-4)
+    assert not any(getattr(module, KEPT_INPUT, None) for module in model.modules())
+
+
+def test_half_precision_and_autocast():
+    for kind in KINDS:
+        model, batch = scaled("llama", kind, alpha="learned"), tiny.inputs("llama", labels=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch).loss.backward()
+        own = [p for name, p in model.named_parameters() if ".length_scaling." in name]
+        assert all(p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in own)
+        identity = patch_model(tiny.build("llama").bfloat16(), alpha=1.5, length_scaling=kind)
+        plain = patch_model(tiny.build("llama").bfloat16(), alpha=1.5)
+        assert torch.equal(logits(identity, batch), logits(plain, batch))

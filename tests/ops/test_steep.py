@@ -58,7 +58,7 @@ def test_probabilities_are_optimal_and_sum_to_one(kind, keys):
 @pytest.mark.parametrize("kind", ["equal", "two values", "one above equal ones", "random", "close"])
 def test_gradients_equal_those_in_float64(kind, dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    tolerance = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-9}[dtype]
+    tolerance = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-8}[dtype]
     for keys in (2, 3, 37, 1000):
         for alpha in ALPHAS:
             scores = scores_of(kind, keys).to(dtype).requires_grad_()

@@ -1,0 +1,100 @@
+"""The recipe of longer inputs: its data, its models, two runs of a few steps."""
+
+import csv
+import math
+import sys
+
+import pytest
+import torch
+
+import length as recipe
+from common import retrieval, sequences
+from recipes.evidence import length as tables
+from recipes.evidence.rows import Rows
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["recipes/length.py", *map(str, arguments)])
+    recipe.main()
+
+
+def test_answers():
+    draws = torch.Generator().manual_seed(0)
+    for task, answer in (("copy", list), ("reverse", lambda v: v[::-1]), ("sort", sorted)):
+        ids, wanted = sequences.batch(task, 3, 5, draws)
+        for row, labels in zip(ids.tolist(), wanted.tolist(), strict=True):
+            assert row[5] == sequences.SEPARATOR and labels[:5] == [sequences.IGNORED] * 5
+            assert labels[5:] == answer(row[:5]) and row[6:] == labels[5:-1]
+    ids, wanted = sequences.batch("retrieval", 3, 6, draws)
+    for row, labels in zip(ids.tolist(), wanted.tolist(), strict=True):
+        pairs = dict(zip(row[:12:2], row[1:12:2], strict=True))
+        asked = [(row[i], label) for i, label in enumerate(labels) if label != sequences.IGNORED]
+        assert len(pairs) == 6 and len(asked) == sequences.QUERIES and all(pairs[key] == v for key, v in asked)
+
+
+@pytest.mark.parametrize("name", retrieval.ROWS)
+def test_the_fused_call_is_the_equation_and_seeds_do_not_meet(name):
+    model = retrieval.Retrieval(retrieval.ROWS[name], [3, 7])
+    items, wanted = model.batch(4, 16)
+    assert torch.equal(items[..., 1:-1].argmax(-1).gather(-1, items[..., 0].argmax(-1, keepdim=True))[..., 0], wanted)
+    encoded = model.encoded(items)
+    by_hand = model.answers((model.weights(model.scores(encoded))[..., None, :] @ encoded)[..., 0, :])
+    found = model(items)
+    torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=1e-4)
+    found[0].sum().backward()
+    assert all(p.grad is None or not p.grad[1:].any() for p in model.parameters())
+    identity = {"none", "log", "adaptive"}
+    for length in (1, 16, 4096):
+        factor = float(model.factor(length)[0].detach())
+        if retrieval.ROWS[name].scaling in identity:
+            assert factor == pytest.approx(1.0, abs=1e-6)
+        elif name == "SSMax":
+            assert factor == pytest.approx(0.43 * math.log(length), abs=1e-6)
+        else:
+            gamma = int(name[-1])
+            assert factor == pytest.approx(1 + math.log(2) * math.log(length + 1) ** gamma, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sequences.ROWS)
+def test_decoders_start_alike_and_answer_as_they_generate(name):
+    torch.manual_seed(0)
+    plain = sequences.Decoder(sequences.Row(sequences.ROWS[name].alpha), 16, 4, 2)
+    torch.manual_seed(0)
+    model = sequences.Decoder(sequences.ROWS[name], 16, 4, 2)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    ids, _ = sequences.batch("copy", 3, 4, torch.Generator().manual_seed(1))
+    if sequences.ROWS[name].init == "identity":
+        torch.testing.assert_close(model(ids), plain(ids), atol=1e-5, rtol=1e-4)
+    else:
+        assert not torch.allclose(model(ids), plain(ids), atol=1e-4)
+    changed = ids.clone()
+    changed[:, 6:] = 1
+    torch.testing.assert_close(model(changed)[:, :6], model(ids)[:, :6], atol=1e-5, rtol=1e-4)
+    loss = model(ids).logsumexp(-1).sum()
+    loss.backward()
+    assert all(p.grad.abs().max() > 0 for n, p in model.named_parameters() if ".scaling." in n or ".alpha." in n)
+
+
+def test_rows_come_once_and_make_a_page(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "length.csv"
+    common = ("--results", path, "--batch", 4, "--samples", 8, "--seeds", 0, 1)
+    run(monkeypatch, "max_retrieval", *common, "--steps", 3, "--only", "softmax", "learned alpha in (1, 2)")
+    small = ("--steps", 2, "--width", 8, "--heads", 2, "--layers", 1, "--length", 2)
+    run(monkeypatch, "sort", *common, *small, "--only", "softmax", "ASEntmax")
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == (1 + len(retrieval.AT_TEST) + 1) * 2 + 2 * 2
+    assert (
+        rows[0]["command"].startswith("python recipes/length.py max_retrieval")
+        and str(tmp_path) not in rows[0]["command"]
+    )
+    before = path.read_bytes()
+    run(monkeypatch, "sort", *common, *small, "--only", "softmax", "ASEntmax")
+    assert path.read_bytes() == before
+    found = Rows(tmp_path)
+    table = tables.lengths_table(found, "max_retrieval")
+    assert table.count("\n") == 2 + len(retrieval.AT_TEST) + 2 and "| 256x |" in table
+    assert "57.8 / 79.7" in tables.beside_the_papers(found) and "not measured" in tables.beside_the_papers(found)
+    assert tables.figure(found) is not None and tables.figure(Rows(tmp_path / "none")) is None
+    with pytest.raises(SystemExit, match="There is no line"):
+        run(monkeypatch, "sort", *common, "--only", "hardmax")
