@@ -59,7 +59,7 @@ class EntmaxConfig:
             up to itself in causal attention, those of its window, the whole source in cross-attention, padding never.
             ``"log"`` is scalable softmax, ``c + s * log(n)`` with one ``s`` per head; ``"adaptive"`` is
             adaptive-scalable entmax, ``delta + beta * log(n + 1) ** gamma`` with beta and gamma from the hidden state.
-            The query is scaled: position biases are not, and a softcap comes after. See ``hf_entmax.length``.
+            The query is scaled: position biases are not, and a softcap comes after. Never shared, whatever ``tie`` says.
         length_scaling_init: ``"identity"`` starts with a factor of 1 for every n, so that patching changes nothing;
             ``"paper"`` starts as the papers do.
         length_scaling_heads: the heads of each attention module that are scaled, counted from 0; ``None`` means all.

@@ -25,7 +25,6 @@ from hf_entmax.ops.controllable import mapped_attention
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
-from hf_entmax.ops.triton_gpu import largest_alpha
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +122,7 @@ def entmax_attention_forward(
         scaling=scaling,
         dropout=dropout,
         need_weights=_weights_wanted(module, kwargs, observers),
-        alpha_max=getattr(getattr(heads, "original_module", heads), "bounds", (1.0, math.inf))[1],
+        alpha_max=_alpha_max(heads),
     )
     if isinstance(attention_mask, StructuredMask):
         options = _read_description(options, query.shape[-2], key_length)
@@ -185,11 +184,9 @@ def _attend(
     return attend(query, key, value, numbers, options, backend)
 
 
-def _backend(kind: nn.Module, device: str, keys: int) -> Backend:
-    """Whom to ask for the attention; not the CUDA kernels where an alpha may be learned that they are not right for."""
-    backend: Backend = getattr(kind, "backend", "auto")
-    bounds = getattr(getattr(kind, "owner", kind), "bounds", (1.0, 2.0))
-    return "torch" if backend == "auto" and device == "cuda" and bounds[1] > largest_alpha(keys) else backend
+def _alpha_max(heads: nn.Module | None) -> float:
+    kind = getattr(heads, "original_module", heads)
+    return getattr(getattr(kind, "owner", kind), "bounds", (1.0, math.inf))[1]
 
 
 def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:

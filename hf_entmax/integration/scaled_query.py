@@ -79,7 +79,7 @@ def scaled_query(
     visible = options.visible_keys(query.shape[-2], keys, query.device)
     if mesh is not None and visible.shape[1] > 1:
         visible = of_all_heads(visible, mesh, 1)
-    factor: Tensor = scaling(visible, hidden)
+    factor: Tensor = scaling(visible, hidden if hidden is None else hidden.to(query.device))
     if mesh is not None:
         factor = of_own_heads(factor, mesh, 1)
     return (query * factor[..., None]).to(query.dtype)

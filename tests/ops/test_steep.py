@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from hf_entmax.integration.interface import _backend
 from hf_entmax.losses import entmax_loss
 from hf_entmax.ops import entmax
 
@@ -105,11 +104,18 @@ def test_losses(alpha):
         torch.testing.assert_close(given.grad.double(), p, rtol=0, atol=5e-6)
 
 
-def test_learned_alphas_beyond_the_cuda_kernels_go_another_way():
-    from hf_entmax.alpha import FixedAlpha, LearnedAlpha, TiedAlpha
+def test_cuda_kernels_are_asked_only_for_alphas_that_they_are_right_for(monkeypatch):
+    from hf_entmax.ops import triton_gpu
+    from hf_entmax.ops.options import AttentionOptions
 
-    wide = LearnedAlpha(2, 1.5, (1.0, 64.0))
-    assert _backend(wide, "cuda", 500) == _backend(TiedAlpha(2, wide), "cuda", 500) == "torch"
-    assert _backend(wide, "cpu", 500) == _backend(FixedAlpha(2, 1.5), "cuda", 500) == "auto"
-    assert _backend(LearnedAlpha(2), "cuda", 500) == _backend(LearnedAlpha(2, 2.5, (1.0, 3.0)), "cuda", 500) == "auto"
-    assert _backend(LearnedAlpha(2, 2.5, (1.0, 3.0)), "cuda", 5000) == "torch"
+    monkeypatch.setattr(triton_gpu, "_unfit_device", lambda tensor: None)
+    monkeypatch.setattr(triton_gpu, "values_visible", lambda tensor: False)  # as on a GPU
+
+    def refused(alpha, keys, **options):
+        query, key = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, keys, 8)
+        return triton_gpu.unsupported(query, key, key, alpha, AttentionOptions(**options)) is not None
+
+    learned = torch.tensor([1.5, 1.6])
+    assert not refused(2.0, 10**6) and not refused(3.0, 500) and refused(3.0, 5000) and refused(64.0, 16)
+    assert not refused(learned, 5000) and not refused(learned, 5000, alpha_max=2.0)
+    assert not refused(learned, 500, alpha_max=3.0) and refused(learned, 5000, alpha_max=3.0)

@@ -76,9 +76,12 @@ def unsupported(
                 return f"{name}: it is on {other.device}, query on {query.device}"
             if other.dtype == torch.float64:
                 return f"{name}: float64 would be rounded to float32"
-    largest = largest_alpha(key.shape[-2])
-    seen = alpha.device.type == "cpu" and values_visible(alpha) if isinstance(alpha, Tensor) else True
-    if seen and (given := float(torch.as_tensor(alpha).max())) > largest:
+    largest, highest = largest_alpha(key.shape[-2]), alpha
+    if isinstance(alpha, Tensor):
+        # To look would wait for the device. What nobody promises to be small is NaN where it is too large, see `attention`.
+        seen = alpha.device.type == "cpu" and values_visible(alpha)
+        highest = alpha.max() if seen else 1.0 if options.alpha_max == math.inf else options.alpha_max
+    if (given := float(highest)) > largest:
         return (
             f"alpha: {given:.4g} is above {largest:.4g}, up to which its float32 thresholds tell {key.shape[-2]} keys"
         )
@@ -110,7 +113,7 @@ def attention(
     exact_alpha = 0.0
     if isinstance(alpha, Tensor):
         alphas = alpha.to(torch.float32).expand(heads).contiguous()
-        # To look would wait for the device: what `unsupported` could not see shows as NaN instead of wrong weights.
+        # What `unsupported` could not see shows as NaN instead of wrong weights.
         alphas = torch.where(alphas > largest_alpha(key.shape[-2]), math.nan, alphas)
     else:
         exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
