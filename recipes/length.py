@@ -3,6 +3,8 @@
     python recipes/length.py max_retrieval
     python recipes/length.py max_retrieval --only softmax "entmax 1.5" --seeds 0 1 2
     python recipes/length.py copy --seeds 0 1 2 --steps 3000 --batch 64      # likewise reverse, sort and retrieval
+    python recipes/length.py text --steps 3000 --batch 16 --width 128 --layers 3 --length 128      # bytes, no positions
+    python recipes/length.py text --model models/smollm2 --steps 0 --samples 16 --length 128       # patched, not trained
 
 Each line of the table is trained with every seed; a line that is in the results with all seeds is not made again. On a CPU set
 ``MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000``: fewer returns of memory to the system halve the time.
@@ -18,14 +20,15 @@ from typing import Any
 import rich
 import torch
 
-from common import retrieval, sequences
+from common import long_text, retrieval, sequences
 from common.results import Results, columns, command, hardware, versions
+from hf_entmax import alphas
 
 FIELDS = columns(
     "task row seed steps batch train_length loss trained accuracies alpha factor seconds command hardware versions"
 )
 #: How many times as long as in training.
-FACTORS = {"max_retrieval": 256, "copy": 64, "reverse": 8, "sort": 8, "retrieval": 64}
+FACTORS = {"max_retrieval": 256, "copy": 64, "reverse": 8, "sort": 8, "retrieval": 64, "text": 8}
 
 
 def parse() -> argparse.Namespace:
@@ -42,6 +45,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64, help="sequences: of the model")
     parser.add_argument("--heads", type=int, default=4, help="sequences: in a layer")
     parser.add_argument("--layers", type=int, default=2, help="sequences: of the model")
+    parser.add_argument("--model", default="", help="text: a pretrained causal model, whose weights stay as they are")
+    parser.add_argument("--data", default="lm/wikitext-2/{split}.txt.gz", help="text: {split} is train and test")
     return parser.parse_args()
 
 
@@ -68,8 +73,9 @@ def tested_at(task: str, length: int) -> list[int]:
 
 def add(args: argparse.Namespace, results: Results, accuracies: dict[int, float], **values: Any) -> None:
     """Write a line of results and show it; a model has learned what it gets right half of the time where it was trained."""
+    learned = "" if args.task == "text" else accuracies[values["train_length"]] >= 50
     results.add(
-        task=args.task, steps=args.steps, batch=args.batch, trained=accuracies[values["train_length"]] >= 50,
+        task=args.task, steps=args.steps, batch=args.batch, trained=learned,
         accuracies=in_words(accuracies), command=command(("--results",)), hardware=hardware(), versions=versions(), **values,
     )  # fmt: skip
     rich.print(f"{values['row']}, seed {values['seed']}: {in_words(accuracies)}")
@@ -119,10 +125,34 @@ def sequence(args: argparse.Namespace, results: Results) -> None:
             )  # fmt: skip
 
 
+def text(args: argparse.Namespace, results: Results) -> None:
+    """Perplexity by position up to eight times the length of training: ``accuracies`` holds perplexities."""
+    source = Path(args.model).name or "bytes"
+    train, test = (long_text.read(args.data, split, args.model) for split in ("train", "test"))
+    for seed in args.seeds:
+        for name in wanted(args, sequences.ROWS):
+            row = f"{source}: {name}"
+            if results.has(task=args.task, row=row, seed=seed, steps=args.steps):
+                continue
+            start = time.perf_counter()
+            torch.manual_seed(seed)
+            model = long_text.build(sequences.ROWS[name], args.model, args.width, args.heads, args.layers)
+            loss = long_text.train(
+                model, train, args.length, args.batch, args.steps, args.lr, seed, numbers_only=bool(args.model)
+            )
+            seconds, longest = time.perf_counter() - start, FACTORS["text"] * args.length
+            found = long_text.perplexity_by_position(model, test, longest, args.length, args.samples)
+            alpha = alphas(model)["decoder_self"].mean()
+            add(
+                args, results, found, row=row, seed=seed, train_length=args.length, loss=f"{loss:.4f}",
+                alpha=f"{alpha:.3f}", seconds=f"{seconds:.0f}",
+            )  # fmt: skip
+
+
 def main() -> None:
     args = parse()
     results = Results(args.results, FIELDS)
-    (max_retrieval if args.task == "max_retrieval" else sequence)(args, results)
+    {"max_retrieval": max_retrieval, "text": text}.get(args.task, sequence)(args, results)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ _SERIES_BELOW = {torch.float32: 0.08, torch.float64: 1e-3}
 # Probabilities are raised to this before a logarithm whose every use is multiplied by the probability itself.
 # Low enough to change nothing, high enough that powers of it stay finite.
 _FLOOR = {torch.float32: 1e-30, torch.float64: 1e-250}
-#: For alpha > 2 the derivative of a probability p in its score is about p**(2 - alpha), which soon is no float: it ends here.
-LARGEST_LOG = 80.0
+# For alpha > 2 the derivative of a probability p in its score is about p**(2 - alpha), which soon is no float: it ends here.
+_LARGEST_LOG = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 def gradient_rows(
@@ -96,7 +96,7 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
         largest = log_weight.amax(-1, keepdim=True).clamp(min=0)
         steep = u > 1
         weight = _choose(steep, torch.exp(log_weight - largest), weight)
-        scale = _choose(steep, torch.exp(largest.clamp(max=LARGEST_LOG)), scale)
+        scale = _choose(steep, torch.exp(largest.clamp(max=_LARGEST_LOG[probs.dtype])), scale)
     # One entry can outweigh all others (alpha > 2); measured from its cotangent nothing cancels.
     reference = grad.gather(-1, weight.argmax(-1, keepdim=True))
     shifted = torch.where(support, grad - reference, torch.zeros_like(grad))

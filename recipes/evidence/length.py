@@ -27,7 +27,8 @@ def lengths_table(rows: Rows, task: str) -> str:
     found = rows("length", task=task)
     lengths = sorted(accuracies(found[0]))
     trained_at = int(found[0]["train_length"])
-    head = ["attention", "seeds", "trained", "alpha", *(f"{length // trained_at}x" for length in lengths)]
+    titles = [f"to {n}" if task == "text" else f"{n // trained_at}x" for n in lengths]
+    head = ["attention", "seeds", "trained", "alpha", *titles]
     lines = []
     for (name,), own in grouped(found, "row").items():
         values = [accuracies(row) for row in own]

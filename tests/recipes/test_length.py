@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+import hf_entmax
 import length as recipe
-from common import retrieval, sequences
+from common import long_text, retrieval, sequences
 from recipes.evidence import length as tables
 from recipes.evidence.rows import Rows
 
@@ -98,3 +99,33 @@ def test_rows_come_once_and_make_a_page(tmp_path, monkeypatch, capsys):
     assert tables.figure(found) is not None and tables.figure(Rows(tmp_path / "none")) is None
     with pytest.raises(SystemExit, match="There is no line"):
         run(monkeypatch, "sort", *common, "--only", "hardmax")
+
+
+def test_perplexity_by_position(tmp_path, monkeypatch):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text("ab " * 400)
+    path, data = tmp_path / "length.csv", tmp_path / "{split}.txt"
+    small = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 8, "--samples", 4, "--batch", 2, "--data", data)
+    names = ("softmax", "SSMax", "learned alpha, adaptive scaling")
+    run(monkeypatch, "text", "--results", path, *small, "--steps", 4, "--seeds", 0, "--only", *names)
+    rows = Rows(tmp_path)("length", task="text")
+    assert [row["row"] for row in rows] == [f"bytes: {name}" for name in names]
+    assert all(list(tables.accuracies(row)) == [8 * k for k in range(1, 9)] for row in rows)
+    model = long_text.build(sequences.Row(), "", 16, 2, 1)
+    ids = long_text.read(str(data), "test", "")
+    found = long_text.perplexity_by_position(model, ids, 16, 8, 1)
+    logits = model(input_ids=ids[None, :16]).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits, ids[1:17], reduction="none")
+    assert found == {
+        8: pytest.approx(losses[:8].mean().exp().item()),
+        16: pytest.approx(losses[8:].mean().exp().item()),
+    }
+    folder = tmp_path / "pretrained"
+    hf_entmax.unpatch_model(model).save_pretrained(folder)
+    again = long_text.build(sequences.ROWS["learned alpha, log scaling"], str(folder), 0, 0, 0)
+    before = {name: p.clone() for name, p in again.named_parameters()}
+    assert long_text.train(again, ids, 8, 2, 3, 1e-2, 0, numbers_only=True) > 0
+    changed = {name for name, p in again.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all(".entmax_norm." in name for name in changed)
+    same = long_text.build(sequences.Row("learned", "adaptive"), str(folder), 0, 0, 0)
+    assert math.isnan(long_text.train(same, ids, 8, 2, 0, 1e-2, 0, numbers_only=True))
