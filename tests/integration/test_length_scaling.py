@@ -284,8 +284,10 @@ def test_the_report_says_it():
     assert not any(finding.topic == "length scaling" for finding in summarize(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_traced_and_exported(kind):
+def test_compiled_traced_and_exported(kind, monkeypatch):
+    monkeypatch.setitem(tiny._LLAMA, "num_hidden_layers", 1)
     model = scaled("llama", kind, alpha="learned", backend="torch")
     model.config.use_cache = False
     batch = tiny.inputs("llama")
