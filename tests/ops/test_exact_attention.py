@@ -54,6 +54,7 @@ def dense(query, key, value, alpha, backend, **options):
     return entmax_attention(query, key, value, alpha, backend=backend, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ROWS)
 def test_never_a_wrong_zero(kind, backend):
