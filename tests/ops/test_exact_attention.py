@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import fresh
 import pytest
 import torch
 from tolerances import absolute_error, assert_half
@@ -286,3 +287,26 @@ def test_what_is_refused():
         attend(query=query.clone().requires_grad_())
     with torch.no_grad():
         attend(query=query.clone().requires_grad_())
+
+
+_PLAIN = """
+import torch
+from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
+from hf_entmax.ops.numba_cpu import codes
+assert not codes._HAS_VNNI and not codes._HAS_F16C
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float16):
+    query, key, value = (torch.randn(2, n, t, 20).mul(2).to(dtype) for n, t in ((4, 1), (2, 150), (2, 150)))
+    key[0, 0, 7] *= 1e-6
+    out, counts = exact_sparse_attention(query, sketch_keys(key, 6, 32), key, value, 1.5, backend="numba")
+    plain = entmax_attention(query, key, value, 1.5, backend="numba")[0]
+    assert (out.float() - plain.float()).abs().max() <= (5e-6 if dtype == torch.float32 else 2e-2)
+    assert 4 * counts.read.sum() < counts.total.sum()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("numba" not in BACKENDS, reason="numba is not installed")
+def test_processors_without_integer_products(tmp_path):
+    run = fresh.run(_PLAIN, after="torch", environment={"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)})
+    assert run.returncode == 0, run.stderr

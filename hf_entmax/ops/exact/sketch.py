@@ -23,7 +23,7 @@ _LARGEST_PAGE = 128
 # Relative and absolute rounding of float16, twice.
 _COARSE, _TINY = 2.0**-10, 6e-8
 # Entries of keys that are quantised at a time, so that temporaries stay small.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 @dataclasses.dataclass(eq=False)
@@ -210,8 +210,8 @@ class KeySketch:
         # NaN and infinity spoil both, as does what float16 cannot hold.
         good = (low.isfinite() & step.isfinite()).all(-1)
         low, step = (torch.where(good[..., None], t, 1).half() for t in (low, step))
-        code = ((key - low[..., None, :]) / step[..., None, :]).round_().clamp_(0, levels)
-        code = torch.where(good[..., None, None], code, 0).to(torch.uint8)
+        code = (key - low[..., None, :].to(key.dtype)).div_(step[..., None, :].to(key.dtype)).round_().clamp_(0, levels)
+        code = code.masked_fill_(~good[..., None, None], 0).to(torch.uint8)
         extreme = torch.maximum(low.float().abs(), (low.float() + levels * step.float()).abs())
         norm = torch.where(good, torch.linalg.vector_norm(extreme, dim=-1) * (1 + 1e-5), math.inf)
         return self._pack(code), low, step, norm
@@ -224,9 +224,10 @@ class KeySketch:
             plane = plane.unflatten(-1, (-1, fields, 4)).unflatten(
                 -4, (-1, LANES)
             )  # [..., blocks, lanes, chunks, fields, 4]
-            moves = torch.arange(0, 8, width, dtype=torch.uint8, device=code.device)[:, None]
-            plane = (plane << moves).sum(-2, dtype=torch.uint8)
-            parts.append(plane.transpose(-3, -2).flatten(-4))
+            packed = plane[..., 0, :]
+            for field in range(1, fields):
+                packed = packed.add(plane[..., field, :], alpha=2 ** (width * field))
+            parts.append(packed.transpose(-3, -2).flatten(-4))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -259,4 +260,4 @@ def suggested_bits(alpha: float | Tensor) -> int:
     Args:
         alpha: of all heads that share a sketch.
     """
-    return 4 if float(torch.as_tensor(alpha).double().mean()) >= 1.15 else 6
+    return 4 if float(torch.as_tensor(alpha).double().mean()) >= 1.12 else 6

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _Record = structure(EXACT_RECORD)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Below this ``u = alpha - 1`` so many keys have weight that reading all of them takes less time, by bits of the sketch.
-_LEAST_U = {2: 0.3, 4: 0.1, 6: 0.05, 8: 0.05}
+_LEAST_U = {2: 0.3, 4: 0.09, 6: 0.08, 8: 0.08}
 # Pieces of a key head's pages, for each thread and all key heads together.
 _ITEMS_PER_THREAD = 4
 # Products of a query and keys below which no further thread is asked for.
