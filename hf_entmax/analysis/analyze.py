@@ -76,6 +76,7 @@ def analyze(
     importance: str = "gradient",
     importance_sentences: int = 64,
     num_examples: int = 6,
+    decode: int = 0,
     scores: Mapping[str, Sequence[float]] | None = None,
     figures: bool = True,
     device: str | None = None,
@@ -110,6 +111,8 @@ def analyze(
         importance: "gradient", "masking", "both" or "none". Masking costs one pass per head.
         importance_sentences: sentences used for it.
         num_examples: sentences kept for the viewer.
+        decode: tokens to generate after the text with `hf_entmax.generation.ExactSparseCache`, to say how many keys of the
+            cache had to be read; 0 for none. Models that are not patched are left out.
         scores: how good the models are, to stand beside their density, see :func:`hf_entmax.analysis.write_report`.
         figures: draw figures (needs matplotlib).
         device: "cpu", "cuda", ...; default: what Accelerate chooses.
@@ -126,7 +129,7 @@ def analyze(
     """
     from accelerate import Accelerator
 
-    _check_options(task, importance, language, max_sentences, importance_sentences, num_examples)
+    _check_options(task, importance, language, max_sentences, importance_sentences, num_examples, decode)
     names = _check_names(names, 1 + len(compare)) or _path_ends([model, *compare])
     accelerator = Accelerator(cpu=device == "cpu")
     problems: list[str] = []
@@ -154,6 +157,8 @@ def analyze(
         run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
         statistics.append(run.measure(records, sentences, pairs))
         run.measure_importance(statistics[-1], records[:importance_sentences], importance)
+        if decode and accelerator.is_main_process:
+            run.decode(statistics[-1], records, decode)
         if num_examples and accelerator.is_main_process:
             statistics[-1].examples = run.examples(records, num_examples)
         del loaded, run
@@ -253,6 +258,35 @@ class _Run:
             except (ValueError, RuntimeError, TypeError) as error:
                 statistics.notes.append(f"Head importance ({method}) was left out: {error}")
 
+    def decode(self, statistics: AttentionStatistics, records: list[TextRecord], tokens: int) -> None:
+        """Generate after the texts with the cache that reads sparsely, and keep what it read of every head."""
+        encoder = self.encoder()
+        texts = [record.source for record in records]
+        text = max(texts, key=len) if encoder.encoder_decoder else "\n".join(texts)
+        room = None if encoder.max_length is None else encoder.max_length - (0 if encoder.encoder_decoder else tokens)
+        try:
+            inputs = self.tokenizer(text, return_tensors="pt", truncation=room is not None, max_length=room)
+            names = ("input_ids", "attention_mask")
+            out = self.model.eval().generate(
+                **{name: inputs[name].to(self.model.device) for name in names},
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                cache_implementation="exact_sparse",
+                cache_config={"bits": 4},  # "auto" reads short caches in full
+            )
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            statistics.notes.append(f"Decoding was left out: {error}")
+            return
+        certificate = out.past_key_values.certificate()
+        statistics.info["decoding"] = {
+            "tokens": tokens,
+            "text_tokens": inputs["input_ids"].shape[1],
+            "violations": certificate.violations,
+            "heads": certificate.rows(),
+        }
+
     def examples(self, records: list[TextRecord], limit: int) -> list[Any]:
         encoder = Encoder(self.model, self.tokenizer, 1, self.max_length)
         chosen = _varied(records, limit * 8)
@@ -276,7 +310,13 @@ def _varied(records: list[TextRecord], limit: int) -> list[TextRecord]:
 
 
 def _check_options(
-    task: str | None, importance: str, language: str, max_sentences: int, importance_sentences: int, num_examples: int
+    task: str | None,
+    importance: str,
+    language: str,
+    max_sentences: int,
+    importance_sentences: int,
+    num_examples: int,
+    decode: int,
 ) -> None:
     if task is not None and task not in TASKS:
         raise ValueError(f"task is {task!r}; allowed are {', '.join(TASKS)}.")
@@ -287,8 +327,9 @@ def _check_options(
     for what, value in (("max_sentences", max_sentences), ("importance_sentences", importance_sentences)):
         if value < 1:
             raise ValueError(f"{what} is {value}; it must be at least 1.")
-    if num_examples < 0:
-        raise ValueError(f"num_examples is {num_examples}; it must be at least 0.")
+    for what, value in (("num_examples", num_examples), ("decode", decode)):
+        if value < 0:
+            raise ValueError(f"{what} is {value}; it must be at least 0.")
 
 
 def _read_gold(read: Callable[[Any], list[Any]], path: Any, limit: int, what: str, warn: Callable[[str], None]) -> list:

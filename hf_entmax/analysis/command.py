@@ -56,6 +56,9 @@ def analyze_command(
     importance: Annotated[str, Option(help="none, gradient, masking (one pass per head) or both.")] = "gradient",
     importance_sentences: Annotated[int, Option(help="Sentences used for head importance.")] = 64,
     examples: Annotated[int, Option(help="Sentences kept for the viewer.")] = 6,
+    decode: Annotated[
+        int, typer.Option(help="Tokens to generate after the text, to say how many keys of the cache are read.")
+    ] = 0,
     score: Annotated[
         list[str] | None,
         Option(
@@ -92,6 +95,7 @@ def analyze_command(
         importance=importance,
         importance_sentences=importance_sentences,
         num_examples=examples,
+        decode=decode,
         scores=dict(map(_score, score or ())),
         figures=figures,
         device=device,

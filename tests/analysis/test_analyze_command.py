@@ -241,3 +241,29 @@ def test_recipe(folder, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(recipe), run_name="__main__")
     assert (tmp_path / "report.html").exists() and (tmp_path / "density.pdf").exists()
     assert "cross" in capsys.readouterr().out
+
+
+def test_decoding_says_how_many_keys_are_read(folder, tmp_path):
+    tokenizer = tiny_tokenizers.byte_level()
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_layer=2, n_head=2, n_embd=16, n_positions=80, initializer_range=1.0
+    )
+    patch_model(GPT2LMHeadModel(config), alpha=2.0).save_pretrained(tmp_path / "sparse")
+    tokenizer.save_pretrained(tmp_path / "sparse")
+    options = ("--data", folder / "text.txt", "--out", tmp_path / "report", "--importance", "none", "--no-figures")
+    result = run(tmp_path / "sparse", "--compare", folder / "gpt2", "--decode", "8", *options)
+    assert result.exit_code == 0, result.output
+    assert "proved to have weight zero" in result.output
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    sparse, plain = report["models"]
+    found = sparse["info"]["decoding"]
+    assert (found["tokens"], found["violations"]) == (8, 0)
+    rows = {(row["layer"], row["head"]): row for row in found["heads"]}
+    assert set(rows) == {(f"self {layer}", head) for layer in range(2) for head in range(2)}
+    start = found["text_tokens"]
+    for row in rows.values():
+        assert row["keys_total"] == sum(range(start + 1, start + 8)) == row["keys_read"] + row["keys_zero"]
+    assert any("Decoding was left out" in note and "not patched" in note for note in plain["notes"])
+    with pytest.raises(ValueError, match="decode is -1"):
+        analyze(str(tmp_path / "sparse"), folder / "text.txt", decode=-1)

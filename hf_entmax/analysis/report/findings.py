@@ -53,7 +53,7 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
     if scaling := statistics.info.get("length_scaling"):
         findings.append(Finding("length scaling", scaling))
     findings += [*_positions(statistics), *_roles(statistics)]
-    findings += [say(statistics) for say in (_dependency, _alignment, _diversity, _importance, _ambiguity)]
+    findings += [say(statistics) for say in (_dependency, _alignment, _diversity, _importance, _ambiguity, _decoding)]
     return [finding for finding in findings if finding is not None]
 
 
@@ -262,3 +262,18 @@ def _ambiguity(statistics: AttentionStatistics) -> Finding | None:
 
 def _cut(text: str, limit: int = 90) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def _decoding(statistics: AttentionStatistics) -> Finding | None:
+    found = statistics.info.get("decoding")
+    if not found:
+        return None
+    heads = [row for row in found["heads"] if row["keys_total"]]
+    total, read = (sum(row[name] for row in heads) for name in ("keys_total", "keys_read"))
+    if not total:
+        return None
+    shares = sorted((row["keys_read"] / row["keys_total"], f"{row['layer']}.{row['head']}") for row in heads)
+    text = f"Generating {found['tokens']} tokens after {found['text_tokens']}, {percent(read / total)} of the cached keys were "
+    text += f"read in full and {percent(1 - read / total)} proved to have weight zero from 4 bits of each number; least was read "
+    text += f"by head {shares[0][1]} ({percent(shares[0][0])}), most by {shares[-1][1]} ({percent(shares[-1][0])})."
+    return Finding("decoding", text)
