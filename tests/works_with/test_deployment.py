@@ -112,8 +112,22 @@ def test_a_streamed_dataset_is_analysed():
 
 @pytest.mark.works_with("torch", "FSDP2 (fully_shard) with alpha_dtype='auto', two processes train as one does")
 def test_fully_sharded():
+    _run("fsdp2_run.py", processes=2)
+
+
+@pytest.mark.works_with(
+    "Transformers",
+    "DistributedConfig(tp_size=2, fsdp_size=2) with alpha_dtype='auto', four processes train as one does",
+)
+def test_fully_sharded_with_split_heads(tmp_path):
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**tiny._LLAMA))
+    patch_model(model, alpha_init=1.5, alpha_dtype="auto").save_pretrained(tmp_path)
+    _run("fsdp2_tp_run.py", tmp_path, processes=4)
+
+
+def _run(script, *arguments, processes):
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
     environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = fresh.run_file(here / "fsdp2_run.py", processes=2, environment=environment)
+    run = fresh.run_file(here / script, *arguments, processes=processes, environment=environment)
     assert run.returncode == 0, run.stdout + run.stderr
