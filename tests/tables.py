@@ -1,4 +1,4 @@
-"""The README's table of tools, from works_with.csv: ``python tests/tables.py`` writes it."""
+"""The README's tables of tools and versions, from works_with.csv and versions.csv: ``python tests/tables.py`` writes them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,18 @@ def works_with() -> str:
     return _table(["tool", "use", "", ""], rows)
 
 
+def versions() -> str:
+    """Under which versions the tests of `versions.py` pass."""
+    rows = [
+        [row["transformers"], row["torch"], row["verdict"], f"{row['passed']} passed, {row['skipped']} skipped"]
+        for row in _rows("versions.csv")
+    ]
+    return _table(["Transformers", "PyTorch", "", "tests"], rows)
+
+
 def renewed(text: str) -> str:
-    """The README with its table as the file says."""
-    for name, table in (("works with", works_with()),):
+    """The README with its tables as the files say."""
+    for name, table in (("works with", works_with()), ("tested versions", versions())):
         marked = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
         assert len(marked.findall(text)) == 1, f"README.md has no place, or several, for the table {name!r}"
         text = marked.sub(lambda _, table=table: table, text)
