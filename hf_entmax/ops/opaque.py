@@ -16,7 +16,7 @@ from hf_entmax.ops import gradients, solve
 
 def wanted(tensor: Tensor) -> bool:
     """Whether a call is to become one operator: in a graph that is compiled (not exported) for a CPU."""
-    return tensor.device.type == "cpu" and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return tensor.device.type == "cpu" and torch.compiler.is_compiling() and not solve.exporting()
 
 
 @torch.library.custom_op(

@@ -41,6 +41,8 @@ MAX_STEPS = 100
 EXPORT_LENGTH = 1 << 20
 
 _LOG2_E = math.log2(math.e)
+#: PyTorch 2.6 does not say whether it exports.
+_OLD_COMPILER = not hasattr(torch.compiler, "is_exporting")
 
 
 @dataclasses.dataclass
@@ -100,9 +102,16 @@ def traced() -> bool:
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
+def exporting() -> bool:
+    """Whether ``torch.export`` is at work."""
+    if _OLD_COMPILER:
+        return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_exporting()
+
+
 def recorded() -> bool:
     """Whether operations are being recorded for a graph that must stand alone: ``torch.export``, ONNX, ``torch.jit.trace``."""
-    return traced() or torch.compiler.is_exporting()
+    return traced() or exporting()
 
 
 def values_visible(tensor: Tensor) -> bool:
