@@ -391,15 +391,19 @@ class _Search:
         self._draw_back(origin, values.detach())
 
     def _draw_back(self, origin: Tensor, reached: Tensor) -> None:
-        low, high, share = 0.0, 1.0, 1.0
+        """As far along the straight line of alphas as the budget allows, also beyond what was reached.
+
+        A line of `a` would fall to softmax at once: its lowest values are far below.
+        """
+        low, high, share = 0.0, math.inf, 1.0
         for _ in range(_TRIALS):
-            if self.try_(origin + share * (reached - origin), f"{share:.0%} of the way") <= self.budget:
+            between = torch.lerp(origin.sigmoid(), reached.sigmoid(), share).clamp(0, 1).logit()
+            values = reached if share == 1 else between.clamp(self.vector.bottom, self.vector.top)
+            if self.try_(values, f"{share:.0%} of the way") <= self.budget:
                 low = share
             else:
                 high = share
-            if low == 1.0:
-                return
-            share = (low + high) / 2
+            share = 1.5 * low if high == math.inf else (low + high) / 2
 
 
 def _zeros(density: dict[str, Tensor]) -> float:
