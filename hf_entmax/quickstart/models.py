@@ -123,7 +123,7 @@ class _Progress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
         if state.global_step < self.steps and time.monotonic() - self.start >= self.max_seconds:
-            control.should_training_stop = True
+            control.should_training_stop = control.should_log = True  # figures need at least one report
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "loss" in (logs := kwargs.get("logs") or {}):

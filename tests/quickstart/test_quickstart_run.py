@@ -168,7 +168,7 @@ def test_all_steps_are_done_and_counted(finished: tuple[Path, dict[str, Any], st
 def test_a_training_that_is_cut_short_says_so(tmp_path: Path) -> None:
     verbs = data.read_verbs()
     tokenizer = data.build_tokenizer(verbs)
-    model = small_bart(tokenizer)
+    model = hf_entmax.patch_model(small_bart(tokenizer))
     console = Console(file=io.StringIO(), width=300)
     done = train(
         model,
@@ -177,11 +177,13 @@ def test_a_training_that_is_cut_short_says_so(tmp_path: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         title="training",
         out_dir=tmp_path,
-        steps=5,
+        steps=100,
         max_seconds=1e-9,
         batch_size=4,
         seed=0,
         console=console,
+        callbacks=[hf_entmax.training.AlphaLoggingCallback()],
     )
     assert done == 1
-    assert "training stopped after 1 of 5 steps" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "training stopped after 1 of 100 steps" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert len((tmp_path / "alphas.jsonl").read_text(encoding="utf-8").splitlines()) == 1  # what figures are drawn from
