@@ -68,7 +68,8 @@ class ExactSparseCache(Cache):
         """Make the form that the model needs."""
         if cls is ExactSparseCache:
             config = getattr(model, "config", model)
-            cls = _EncoderDecoder if getattr(config, "is_encoder_decoder", False) else _Decoder
+            form = _EncoderDecoder if getattr(config, "is_encoder_decoder", False) else _Decoder
+            return super().__new__(form)  # type: ignore[arg-type]
         return super().__new__(cls)
 
     def __init__(
@@ -160,7 +161,7 @@ class _EncoderDecoder(ExactSparseCache, EncoderDecoderCache):
         verify: bool = False,
     ) -> None:
         config, plan = _read(model, bits, page_size, max_cache_len, verify)
-        caches = (_Decoder.__new__(_Decoder)._fill(site, config, plan) for site in ("self", "cross"))
+        caches = (object.__new__(_Decoder)._fill(site, config, plan) for site in ("self", "cross"))
         EncoderDecoderCache.__init__(self, *caches)
 
     def _named_layers(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class GrowingLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all keys."""
         self.is_initialized = False
-        self._key = self._value = None  # type: Tensor | None
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
         # Of the buffer, the keys from `_first` to `_end` are handed out. `_total` tokens were seen, `_before` the last ones.
         self._first = self._end = self._total = self._before = 0
 

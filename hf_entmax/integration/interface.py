@@ -172,7 +172,7 @@ def _attend(
     # PEFT may have wrapped it; calling the wrapper gives the trained copy.
     kind = getattr(heads, "original_module", heads)
     # A softmax on purpose is alpha = 1, on the path that knows every argument.
-    numbers = 1.0 if heads is None else heads() if mesh is None else of_own_heads(heads(), mesh)
+    numbers: Any = 1.0 if heads is None else heads() if mesh is None else of_own_heads(heads(), mesh)
     backend: Backend = "torch" if heads is None else getattr(kind, "backend", "auto")
     layer = getattr(key, _CACHE_LAYER, None)
     if layer is not None and not isinstance(kind, MappingOptions):

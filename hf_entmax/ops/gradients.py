@@ -122,7 +122,7 @@ def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha:
         if isinstance(u, Tensor):
             # Each branch is evaluated where it is tame; `where` must not select between a number and a NaN.
             series = _series(u.clamp(max=seam), log_probs, log_total, entropy)
-            direct = _direct(gentle_u.clamp(min=seam), log_probs, excess, mean_excess, log_total, entropy)
+            direct = _direct(u.clamp(min=seam, max=1), log_probs, excess, mean_excess, log_total, entropy)
             bracket = torch.where(u < seam, series, direct)
         elif u < seam:
             bracket = _series(u, log_probs, log_total, entropy)

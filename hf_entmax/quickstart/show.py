@@ -101,10 +101,10 @@ def write_figures(
     tree: HypothesisTree | None = None,
 ) -> list[Path]:
     """Draw all figures and write them as PNG; ``trajectory`` is the log of ``AlphaLoggingCallback``."""
-    texts = [[token.text for token in tokens] for tokens in (example.queries, example.keys)]
+    queries, keys = ([token.text for token in tokens] for tokens in (example.queries, example.keys))
     alphas = after.alphas["cross"]
     heads = [(layer, head) for layer, row in enumerate(example.weights) for head in range(len(row))][:MOST_MAPS]
-    maps = [(f"{i}.{j}  α {alphas[i, j]:.2f}", example.weights[i, j], *texts) for i, j in heads]
+    maps = [(f"{i}.{j}  α {alphas[i, j]:.2f}", example.weights[i, j], queries, keys) for i, j in heads]
     figures: dict[str, Figure] = {
         "alpha_per_head": plots.alpha_per_head(after),
         "alpha_histograms": plots.alpha_histograms(after),

@@ -135,7 +135,7 @@ def calibrate_alphas(
     vector = AlphaVector(model)
     task = _Task(model, batches, loss, vector)
     say = progress or (lambda line: None)
-    start, found = vector.get(), None
+    start, done = vector.get(), False
     with _only(model, vector):
         try:
             before = task.measure_softmax()
@@ -149,8 +149,9 @@ def calibrate_alphas(
             vector.set_(search.best)
             budget = float(max_loss_increase)
             found = Calibration(before, search.loss, budget, alphas(model), search.density, task.tokens)
+            done = True
         finally:
-            if found is None:
+            if not done:
                 vector.set_(start)
     setattr(model.config, CALIBRATION_KEY, found.to_dict())
     return found

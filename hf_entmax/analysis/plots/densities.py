@@ -146,7 +146,7 @@ def density_by_site(models: Any) -> Figure:
     for place, (name, values) in enumerate(named.items()):
         heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
         positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
-        look = {
+        look: dict[str, Any] = {
             "color": style.pick(style.PALETTE, place),
             "hatch": style.pick(style.HATCHES, place),
             "edgecolor": "white",

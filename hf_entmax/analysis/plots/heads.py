@@ -132,7 +132,9 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
     positions = list(range(-distance - 1, distance + 2))
     figure, axis = style.one_axis(6.4, 3.0)
     for place, (name, values) in enumerate(lines):
-        line = {"linestyle": style.pick(style.LINE_STYLES, place // len(style.PALETTE))}  # colours first, then lines
+        line: dict[str, Any] = {
+            "linestyle": style.pick(style.LINE_STYLES, place // len(style.PALETTE))
+        }  # colours first, then lines
         axis.plot(positions, 100 * values.numpy(), **style.line_look(place, 4.0) | line, label=name)
     step = max(distance // 5, 1)
     inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})

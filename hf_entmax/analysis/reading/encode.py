@@ -197,7 +197,7 @@ class Encoder:
             words.append(place if start < end and place >= 0 and start < spans[place][1] else -1)
         return words
 
-    def _place_words(self, words: list[list[int]], mask: Tensor) -> Tensor:
+    def _place_words(self, words: Sequence[list[int]], mask: Tensor) -> Tensor:
         """Puts word ids where the padding side of the batch has put their tokens."""
         placed = torch.full(mask.shape, -1)
         for row, numbers in enumerate(words):
