@@ -19,6 +19,7 @@ import hf_entmax.integration.interface as interface
 from hf_entmax import patch_model
 from hf_entmax.integration.masks import Limits, StructuredMask, entmax_mask, limits_of
 from hf_entmax.ops import entmax_attention
+from hf_entmax.ops.attention import attend
 from hf_entmax.ops.options import AttentionOptions
 
 FUNCTIONS = {
@@ -73,7 +74,7 @@ def test_description_and_dense_mask_say_the_same(name, padding, queries):
     q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
     options = interface._read_description(AttentionOptions(attention_mask=mask), queries, 9)
     assert options.attention_mask is None
-    described, _ = entmax_attention(q, k, v, 1.5, **vars(options), backend="torch")
+    described, _ = attend(q, k, v, 1.5, options, "torch")
     written, _ = entmax_attention(q, k, v, 1.5, attention_mask=dense, backend="torch")
     assert torch.allclose(described, written, atol=1e-6)
 

@@ -25,7 +25,10 @@ def run(rows: Rows, setting: Setting) -> None:
         command += [*TINY, "-p", "no:xdist"]
     elif importlib.util.find_spec("xdist"):
         command += WORKERS
-    done = subprocess.run([*command, *FILES], cwd=ROOT, env={**os.environ, tests_as_rows.VARIABLE: str(setting.out)})
+    # A pytest that started this program must not be taken for the one that it starts.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment[tests_as_rows.VARIABLE] = str(setting.out)
+    done = subprocess.run([*command, *FILES], cwd=ROOT, env=environment)
     # 1: tests failed, and have their rows; 5: all had passed before.
     if done.returncode not in (0, 1, 5):
         raise SystemExit(f"pytest ended with {done.returncode}")
