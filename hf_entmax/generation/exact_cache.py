@@ -81,6 +81,9 @@ class ExactSparseCache(Cache):
         max_cache_len: int | None = None,
         verify: bool = False,
     ) -> None:
+        self._fill(*_read(model, bits, page_size, max_cache_len, verify))
+
+    def _fill(self, config: PreTrainedConfig, plan: Plan) -> None:
         raise NotImplementedError("ExactSparseCache(...) makes one of its two forms.")
 
     def certificate(self) -> Certificate:
@@ -105,20 +108,8 @@ class ExactSparseCache(Cache):
 class _Decoder(ExactSparseCache, DynamicCache):
     """The cache of a decoder: one layer for each of the model's, as Transformers' dynamic cache has them."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel | PreTrainedConfig,
-        bits: Bits = "auto",
-        page_size: int = 32,
-        *,
-        max_cache_len: int | None = None,
-        verify: bool = False,
-    ) -> None:
-        config, plan = _read(model, bits, page_size, max_cache_len, verify)
-        self._fill("self", config, plan)
-
-    def _fill(self, site: str, config: PreTrainedConfig, plan: Plan) -> _Decoder:
-        self._site, self._config = site, config
+    def _fill(self, config: PreTrainedConfig, plan: Plan, site: str = "self") -> None:
+        self._site = site
         kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         if site == "cross":  # whatever the decoder's own windows, its queries see the whole input
             kinds, options, plan = ["full_attention"] * len(kinds), [{}] * len(kinds), _growing(plan)
@@ -127,7 +118,6 @@ class _Decoder(ExactSparseCache, DynamicCache):
             for number, (kind, arguments) in enumerate(zip(kinds, options, strict=True))
         ]
         Cache.__init__(self, layers=layers)
-        return self
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -151,17 +141,10 @@ class _Decoder(ExactSparseCache, DynamicCache):
 class _EncoderDecoder(ExactSparseCache, EncoderDecoderCache):
     """The caches of an encoder-decoder model: self-attention, and cross-attention, which is filled once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel | PreTrainedConfig,
-        bits: Bits = "auto",
-        page_size: int = 32,
-        *,
-        max_cache_len: int | None = None,
-        verify: bool = False,
-    ) -> None:
-        config, plan = _read(model, bits, page_size, max_cache_len, verify)
-        caches = (object.__new__(_Decoder)._fill(site, config, plan) for site in ("self", "cross"))
+    def _fill(self, config: PreTrainedConfig, plan: Plan) -> None:
+        caches = [object.__new__(_Decoder) for _ in range(2)]
+        for cache, site in zip(caches, ("self", "cross"), strict=True):
+            cache._fill(config, plan, site)
         EncoderDecoderCache.__init__(self, *caches)
 
     def _named_layers(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .rows import CARDS, Row, Rows, distinct, table
 
+#: The checks of a model type: columns of the table, in their order.
 CHECKS = (
     "alpha_1_equals_eager",
     "every_alpha_gets_a_gradient",

@@ -7,6 +7,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
+from packaging.version import Version
 
 import hf_entmax
 from hf_entmax.generation import EntmaxLogitsProcessor, force_decode
@@ -156,9 +157,9 @@ def test_every_cache_is_followed_by_entmax(family, cache, how):
         if family in ("t5", "bart", "mistral"):
             pytest.skip("Transformers has no quantized cache for encoder-decoder models and for sliding windows")
         options["cache_config"] = options["cache_config"] | {"q_group_size": 8, "residual_length": 4}
-        if "num_beams" in how:
+        if "num_beams" in how and Version(tf.__version__) < Version("5.20"):
             plain = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-            try:  # Transformers 5.18 cannot
+            try:  # 5.18 cannot, of a softmax model either
                 tiny.build(family).eval().generate(**_inputs(family), **plain, **how, **options)
             except IndexError:
                 pytest.skip("this version of Transformers cannot sort its quantized cache by beams")

@@ -21,17 +21,6 @@ import hf_entmax
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.forward_code import _is_router
 
-#: In the order of the columns.
-CHECKS = (
-    "alpha_1_equals_eager",
-    "every_alpha_gets_a_gradient",
-    "no_softmax_in_attention",
-    "causal",
-    "padding",
-    "cached",
-    "save_and_load",
-    "unpatch",
-)
 _LEFT = "nor for softmax"
 
 

@@ -12,6 +12,7 @@ import csv
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -28,8 +29,16 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.modeling_utils  # noqa: E402 - here once, not in every process that is forked
 
+from recipes.evidence.model_types import CHECKS, faults  # noqa: E402
+
 TABLE = HERE.parents[1] / "model_cards" / "model_types.csv"
 TIMEOUT = 120
+
+
+def told(error: BaseException) -> str:
+    """The first line of an error, without the folders of this machine."""
+    text = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+    return re.sub(r"/\S*/site-packages/", "", text)[:200]
 
 
 def forked(work: Callable[[], dict[str, str]], seconds: int) -> dict[str, str]:
@@ -45,7 +54,7 @@ def forked(work: Callable[[], dict[str, str]], seconds: int) -> dict[str, str]:
         try:
             answer = work()
         except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+            answer = {"error": told(error)}
         with os.fdopen(sender, "w") as pipe:
             pipe.write(json.dumps(answer))
         os._exit(0)
@@ -75,7 +84,7 @@ def row_of(model_type: str, folder: Path) -> dict[str, str]:
             row = check(cls, config, folder)
         except Exception as error:
             if not problem or "too large" in problem:  # that of the smallest model
-                problem = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
+                problem = told(error)
         else:
             if row["verdict"] == "refused" or reached(row) == 1:
                 return row
@@ -158,10 +167,8 @@ def model_types() -> list[str]:
 
 def columns() -> list[str]:
     """Of the table."""
-    checks = ["alpha_1_equals_eager", "every_alpha_gets_a_gradient", "no_softmax_in_attention", "causal", "padding"]
-    checks += ["cached", "save_and_load", "unpatch", "loud_without_plugin"]
     first = ["model_type", "class", "kind", "verdict", "reason", "sites", "sites_run", "unpatched_softmax"]
-    return [*first, *checks, "parameters", "transformers", "torch"]
+    return [*first, *CHECKS, "parameters", "transformers", "torch"]
 
 
 def read(path: Path = TABLE) -> dict[str, dict[str, str]]:
@@ -197,8 +204,8 @@ def main() -> None:
     def keep(row: dict[str, str]) -> None:
         rows[row["model_type"]] = {**row, "transformers": transformers.__version__, "torch": torch.__version__}
         write(rows, options.table)
-        faults = {k: v for k, v in row.items() if k in columns()[8:-3] and v != "ok" and not v.startswith("n/a")}
-        said = row["verdict"], row.get("sites_run", ""), row.get("reason", ""), faults or "", row.get("seconds")
+        wrong = faults({**dict.fromkeys(CHECKS, ""), **row}) if row["verdict"] == "accepted" else {}
+        said = row["verdict"], row.get("sites_run", ""), row.get("reason", ""), wrong or "", row.get("seconds")
         print(row["model_type"], *said, flush=True)
 
     sweep(todo, keep)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from near_ties import scores_of
 
 pytest.importorskip("numba")
 
@@ -11,20 +12,6 @@ from hf_entmax.ops import numba_cpu, reference
 from hf_entmax.ops.options import AttentionOptions
 
 ALPHAS = (2.01, 3.0, 6.0, 10.0, 64.0)
-
-
-def scores_of(kind, keys):
-    generator = torch.Generator().manual_seed(keys)
-    noise = torch.randn(keys, generator=generator)
-    if kind == "equal":
-        return torch.full((keys,), 0.25)
-    if kind == "two values":
-        return torch.where(torch.arange(keys) % 2 == 0, 0.5, 0.499)
-    if kind == "one float apart":
-        return torch.where(torch.arange(keys) % 3 == 0, 1.0, 1.0 - 2.0**-24)
-    if kind == "one above equal ones":
-        return torch.where(torch.arange(keys) == keys // 2, 1e-3, 0.0)
-    return noise * {"random": 1.0, "close": 1e-3}[kind]
 
 
 def attend(scores, alphas, value):

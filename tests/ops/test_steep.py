@@ -4,25 +4,13 @@ import math
 
 import pytest
 import torch
+from near_ties import scores_of
 
 from hf_entmax.losses import entmax_loss
 from hf_entmax.ops import entmax
 
 ALPHAS = (2.01, 2.5, 3.0, 6.0, 10.0, 32.0, 64.0)
 KINDS = ("equal", "two values", "one float apart", "one above equal ones", "random", "close", "large")
-
-
-def scores_of(kind, keys):
-    noise = torch.randn(keys, generator=torch.Generator().manual_seed(keys))
-    if kind == "equal":
-        return torch.full((keys,), 0.25)
-    if kind == "two values":
-        return torch.where(torch.arange(keys) % 2 == 0, 0.5, 0.499)
-    if kind == "one float apart":
-        return torch.where(torch.arange(keys) % 3 == 0, 1.0, 1.0 - 2.0**-24)
-    if kind == "one above equal ones":
-        return torch.where(torch.arange(keys) == keys // 2, 1e-3, 0.0)
-    return noise * {"random": 1.0, "close": 1e-3, "large": 100.0}[kind]
 
 
 def exact_gradients(scores, alpha, grad):
