@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from recipes.common.public_sets import SETS
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes" / "results"
 CARDS = ROOT / "model_cards"
@@ -109,13 +111,15 @@ def machines(rows: Sequence[Row], *names: str) -> str:
     return "; ".join(sorted({"; ".join(row[name] for name in (*names, "hardware", "versions")) for row in rows}))
 
 
-def origin(rows: Sequence[Row]) -> str:
-    """The commands, seeds left open, the hardware and the hours."""
+def origin(rows: Sequence[Row], *sets: str) -> str:
+    """The commands, seeds left open, the hardware and the hours, and the fingerprints of public data sets."""
     commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
     hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
     runs = f"{len(rows)} runs" if len(rows) > 1 else "One run"
     lines = "\n".join(f"    {command}" for command in commands)
+    named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
+    data = f" Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""
     return (
         f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n"
-        f"{runs}, {hours:.1f} hours of training beside other work on the same two cores. {machines(rows)}.\n"
+        f"{runs}, {hours:.1f} hours of training beside other work on the same two cores. {machines(rows)}.{data}\n"
     )
