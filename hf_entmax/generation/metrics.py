@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_entmax.generation.members import output_alpha_of
-from hf_entmax.integration.output_loss import shifts_labels
+from hf_entmax.integration.labels import shifts_labels
 from hf_entmax.losses.targets import check_labels
 from hf_entmax.ops.candidates import solve_rows
 

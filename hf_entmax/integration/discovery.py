@@ -56,6 +56,18 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return sites
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The Transformers model inside distributed wrappers, torch.compile and PEFT; what has none inside is returned."""
+    while not isinstance(model, transformers.PreTrainedModel):
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()  # type: ignore[operator]
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+    return model
+
+
 def check_supported(model: nn.Module) -> None:
     """Raise unless every attention of the model can be patched.
 

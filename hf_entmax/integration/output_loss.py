@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_entmax import _registration
 from hf_entmax.config import EntmaxConfig
+from hf_entmax.integration.labels import shifts_labels
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.losses.core import record_support_sizes
 from hf_entmax.losses.targets import Reduction
@@ -28,7 +29,6 @@ from hf_entmax.ops.candidates import solve_rows
 
 _SUPPORTED = ("conditional generation (encoder-decoder)", "causal language modelling", "masked language modelling",
               "token classification", "sequence classification", "multiple choice")  # fmt: skip
-_CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _OTHER_LOSSES = ("ForQuestionAnswering", "ForCTC", "ForObjectDetection", "ForSegmentation", "ForPreTraining", "ForNextSentencePrediction",
                  "ForImageSegmentation", "ForTokenClassificationWithCRF", "ForMaskedImageModeling")  # fmt: skip
 
@@ -304,19 +304,6 @@ def output_losses(model: nn.Module) -> list[OutputLoss]:
     return [
         hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, OutputLoss)
     ]
-
-
-def shifts_labels(model: PreTrainedModel) -> bool:
-    """Whether a head model predicts token t + 1 from position t, or compares logits and labels as they stand.
-
-    Encoder-decoders shift their decoder inputs instead. Most causal models shift, but a few decoders (BART's and its
-    relatives') compare as they stand; a model that shifts says so in its code.
-    """
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False) or not any(n in name for n in _CAUSAL_NAMES):
-        return False
-    code = inspect.unwrap(type(model).forward).__code__
-    return "loss_function" in code.co_names or any("shift" in variable for variable in code.co_varnames)
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

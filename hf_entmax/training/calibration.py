@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.integration.config_hook import CALIBRATION_KEY
 from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.labels import count_labels
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.integration.patching import alphas, softmax_attention
 from hf_entmax.training.density import LossBudget
@@ -189,8 +190,6 @@ class _Task:
     ) -> None:
         self.model, self.own_loss, self.vector = model, loss, vector
         device = next(model.parameters()).device
-        sites = {site.site for site in attention_sites(model)}
-        self.causal = sites == {"decoder_self"}
         self.batches: list[dict[str, Any]] = []
         self.counts: list[int] = []
         self._pairs: dict[tuple[int, str, torch.Size], Tensor] = {}
@@ -212,15 +211,12 @@ class _Task:
         self.fitted = [i for i in range(count) if i not in self.judging] or self.judging
 
     def _labels(self, batch: Mapping[str, Any]) -> int:
-        labels = batch.get("labels")
-        if not isinstance(labels, Tensor):
+        if not isinstance(batch.get("labels"), Tensor):
             raise ValueError(
                 f"a batch has no labels (it has {sorted(map(str, batch))}): add them, e.g. by a data collator, or give "
                 "calibrate_alphas loss=, a function of model and batch."
             )
-        if labels.is_floating_point() or labels.ndim < 2:
-            return len(labels)
-        return int(((labels[..., 1:] if self.causal else labels) != -100).sum())
+        return count_labels(self.model, batch)
 
     def loss(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
         """Mean loss of a batch, in the autograd graph of the alphas."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from hf_entmax.integration.discovery import unwrapped
 from hf_entmax.integration.patching import alphas, entmax_config, is_patched, set_alphas
 from hf_entmax.training.schedules import AlphaSchedule
 
@@ -171,16 +172,12 @@ class AlphaScheduleCallback(TrainerCallback):
 
 def _inner(model: nn.Module) -> PreTrainedModel:
     """The patched model inside distributed wrappers, torch.compile and PEFT."""
-    while not isinstance(model, PreTrainedModel):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()  # type: ignore[operator]
-        if not isinstance(inner, nn.Module):
-            raise ValueError(f"No transformers model was found inside {type(model).__name__}.")
-        model = inner
-    if not is_patched(model):
-        raise ValueError(f"{type(model).__name__} is not patched: call hf_entmax.patch_model(model) before training.")
-    return model
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(f"No transformers model was found inside {type(model).__name__}.")
+    if not is_patched(inner):
+        raise ValueError(f"{type(inner).__name__} is not patched: call hf_entmax.patch_model(model) before training.")
+    return inner
 
 
 def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.labels import count_labels, divides_by_items
+from hf_entmax.integration.output_loss import output_losses
 from hf_entmax.integration.patching import softmax_attention
 from hf_entmax.training.callbacks import _inner
 from hf_entmax.training.density import LossBudget, attention_density, soft_density
@@ -73,7 +74,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self.constraint = LossBudget(budget, rate, start=start, memory=memory)
         self.reference, self.tau, self.floor = reference, tau, floor
         self._original: PreTrainedModel | None = reference if isinstance(reference, PreTrainedModel) else None
-        self._asked = self._causal = False
+        self._asked = False
         self._hooks: list[Any] = []
         self._open: contextlib.ExitStack | None = None
         self._busy = False
@@ -108,7 +109,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None  # type: ignore[union-attr]
         if isinstance(saved, dict):
             self.constraint.load_state_dict(saved["attributes"]["constraint_state"])
-        self._outer, self._causal = kwargs["model"], {site.site for site in attention_sites(model)} == {"decoder_self"}
+        self._outer = kwargs["model"]
         self._drop_hooks()
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -202,11 +203,11 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
 
     def _share(self, kwargs: dict[str, Any]) -> float:
         """The batch's part of the tokens by which its loss was divided: 1 where that is its own mean."""
-        items, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
-        if items is None or not isinstance(labels, Tensor):
+        items = kwargs.get("num_items_in_batch")
+        divided = divides_by_items(self._outer) or output_losses(self._outer)
+        if items is None or not divided or not isinstance(kwargs.get("labels"), Tensor):
             return 1.0
-        shifted = labels[..., 1:] if self._causal and labels.ndim > 1 else labels
-        return max(1, int((shifted != -100).sum())) / float(items)
+        return max(1, count_labels(self._outer, kwargs)) / float(items)
 
     def _keep_original(self, model: nn.Module) -> None:
         self._asked = True

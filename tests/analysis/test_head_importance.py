@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import test_collect as shared
 import torch
+import transformers as tf
 
 from hf_entmax import patch_model
 from hf_entmax.analysis.collecting.importance import head_importance
@@ -115,3 +116,13 @@ def test_bad_input():
     (batch,) = shared.batches(shared.sentences(2), 2)
     with pytest.raises(ValueError, match="'labels'"):
         head_importance(model, [{key: value for key, value in batch.items() if key != "labels"}])
+
+
+@pytest.mark.parametrize("method", ["masking", "gradient"])
+def test_a_decoder_that_does_not_shift_its_labels(method):
+    config = tf.BartConfig(vocab_size=37, d_model=16, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=20)
+    model = tf.BartForCausalLM(config)
+    batches = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(3, 11)[None], torch.arange(3, 6)[None])]
+    both = head_importance(model, batches, method=method)["decoder_self"]
+    each = [head_importance(model, [batch], method=method)["decoder_self"] for batch in batches]
+    torch.testing.assert_close(both, (8 * each[0] + 3 * each[1]) / 11, rtol=1e-4, atol=1e-7)

@@ -11,6 +11,7 @@ import transformers as tf
 
 import hf_entmax
 from hf_entmax import patch_model, unpatch_model
+from hf_entmax.integration.labels import count_labels, divides_by_items, shifts_labels
 from hf_entmax.losses import entmax_loss
 
 SIZES = dict(
@@ -44,6 +45,31 @@ def _batch(head):
     labels = ids % 5 if head == "token" else ids.flip(0).clone()
     labels[0, 3:] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.parallel.DataParallel, torch.compile])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_the_labels_that_count_are_those_of_the_models_own_loss(head, wrap):
+    model, batch = HEADS[head]().eval(), _batch(head)
+    out, labels = model(**batch), batch["labels"]
+    ways = [(out.logits, labels)]
+    if head.startswith("causal"):
+        ways.append((out.logits[:, :-1], labels[:, 1:]))
+    found = []
+    for logits, wanted in ways:
+        kept = wanted != -100
+        if torch.allclose(F.cross_entropy(logits[kept], wanted[kept]), out.loss, atol=1e-6):
+            found.append(int(kept.sum()))
+    assert found == [count_labels(wrap(model), batch)]
+
+
+def test_labels_that_were_shifted_before_and_adapters():
+    peft = pytest.importorskip("peft")
+    model, batch = HEADS["causal"](), _batch("causal")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert shifts_labels(adapted) and count_labels(adapted, batch) == 3 * 7 + 2
+    assert count_labels(adapted, batch | {"shift_labels": batch["labels"]}) == 3 * 8 + 3
+    assert not divides_by_items(HEADS["causal-unshifted"]()) and divides_by_items(adapted)
 
 
 @pytest.mark.parametrize("head", list(HEADS))

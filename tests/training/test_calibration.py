@@ -169,6 +169,16 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     assert (table.density[:, 0] == 1).all() and (table.density.diff(dim=1) <= 1e-9).all()
 
 
+def test_a_decoder_that_does_not_shift_its_labels():
+    config = tf.BartConfig(vocab_size=37, d_model=16, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=20)
+    model = patch_model(tf.BartForCausalLM(config))
+    batches = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(3, 11)[None], torch.arange(3, 6)[None])]
+    result = calibrate_alphas(model, batches, 0.1, steps=0)
+    with torch.no_grad(), softmax_attention(model.eval()):
+        losses = [float(model(**batch).loss) for batch in batches]
+    assert result.tokens == 11 and result.loss_before == pytest.approx((8 * losses[0] + 3 * losses[1]) / 11, abs=1e-5)
+
+
 BAD = [
     (dict(max_loss_increase=-0.1), ValueError, "max_loss_increase=-0.1"),
     (dict(max_loss_increase=math.nan), ValueError, "max_loss_increase=nan"),

@@ -172,6 +172,21 @@ def test_gradient_accumulation_changes_neither_the_rise_nor_the_step(tmp_path):
     assert torch.allclose(found[0][1], found[1][1], atol=1e-3)
 
 
+@pytest.mark.parametrize("output_alpha", [None, 1.0])
+def test_a_decoder_that_does_not_shift_its_labels(tmp_path, output_alpha):
+    """Its own loss is the mean of each batch; with ``output_alpha`` it is divided by the labels that the Trainer counts."""
+    config = tf.BartConfig(vocab_size=37, d_model=16, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=20)
+    model = patch_model(tf.BartForCausalLM(config).eval(), alpha_init=1.3, output_alpha=output_alpha)
+    with torch.no_grad(), softmax_attention(model):
+        reference = float(model(input_ids=Rows().ids[:8], labels=Rows().ids[:8]).loss)
+    callback = LossBudgetCallback(0.5, memory=0.0)
+    model.config.dropout = 0.0
+    for module in model.modules():
+        module.dropout = 0.0
+    trainer = _train(tmp_path, model, callback, steps=1, data=torch.utils.data.Subset(Rows(), range(8)))
+    assert _logs(trainer, "task")[0] - _logs(trainer, "rise")[0] == pytest.approx(reference, abs=1e-4)
+
+
 @pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     def model():

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.collecting.collect import with_progress
-from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, is_encoder_decoder, prepare_batch
+from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
 from hf_entmax.integration.discovery import attention_sites
+from hf_entmax.integration.labels import count_labels
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 if TYPE_CHECKING:
@@ -93,26 +94,11 @@ def _with_labels(model: Any, batch: Mapping[str, Any]) -> tuple[BatchInfo, dict[
     return info, inputs, labels
 
 
-def _total_loss(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+def _total_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
     loss = getattr(model(**inputs), "loss", None)
     if loss is None:
         raise ValueError(f"{type(model).__name__} returns no loss: use one with a head (AutoModelForSeq2SeqLM, ...).")
-    return loss * _num_labels(model, inputs, labels)
-
-
-def _num_labels(model: Any, inputs: dict[str, Any], labels: Tensor) -> int:
-    """Labels the model's mean loss is taken over; causal language models do not predict the first token."""
-    if labels.dim() < 2:
-        return labels.shape[0]
-    ids = inputs.get("input_ids")
-    shifted = (
-        not is_encoder_decoder(model)
-        and ids is not None
-        and labels.shape == ids.shape
-        and any(site.site == "decoder_self" for site in attention_sites(model))
-        and "TokenClassification" not in type(model).__name__
-    )
-    return int(((labels[:, 1:] if shifted else labels) != -100).sum())
+    return loss * count_labels(model, inputs)
 
 
 def _add_masking(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Tensor, sums: dict[Any, Tensor]) -> int:
@@ -129,13 +115,13 @@ def _add_masking(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Te
         return factor
 
     with torch.no_grad(), observe_attention(model, gate=gate):
-        intact = float(_total_loss(model, inputs, labels))
+        intact = float(_total_loss(model, inputs))
         for key, count in list(found.items()):
             sums.setdefault(key, torch.zeros(count, dtype=torch.float64))
             for head in range(count):
                 target[0] = (key[1], key[2], head)
-                sums[key][head] += float(_total_loss(model, inputs, labels)) - intact
-    return _num_labels(model, inputs, labels)
+                sums[key][head] += float(_total_loss(model, inputs)) - intact
+    return count_labels(model, inputs)
 
 
 def _add_gradient(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: Tensor, sums: dict[Any, Tensor]) -> int:
@@ -148,10 +134,10 @@ def _add_gradient(model: Any, info: BatchInfo, inputs: dict[str, Any], labels: T
         return factor
 
     with torch.enable_grad(), observe_attention(model, gate=gate):
-        loss = _total_loss(model, inputs, labels)
+        loss = _total_loss(model, inputs)
         gradients = torch.autograd.grad(loss, list(factors.values()), allow_unused=True)
     for key, gradient in zip(factors, gradients, strict=True):
         if gradient is not None:
             value = gradient.detach().double().abs().sum(dim=(0, 1, 3)).cpu()
             sums[key] = sums.get(key, torch.zeros_like(value)) + value
-    return _num_labels(model, inputs, labels)
+    return count_labels(model, inputs)
