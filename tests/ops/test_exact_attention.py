@@ -306,7 +306,7 @@ for dtype in (torch.float32, torch.float16):
     query, key, value = (torch.randn(2, n, t, 20).mul(2).to(dtype) for n, t in ((4, 1), (2, 150), (2, 150)))
     key[0, 0, 7] *= 1e-6
     out, counts = exact_sparse_attention(query, sketch_keys(key, 6, 32), key, value, 1.5, backend="numba")
-    plain = entmax_attention(query, key, value, 1.5, backend="numba" if dtype == torch.float32 else "torch")[0]
+    plain = entmax_attention(query, key, value, 1.5, backend="torch")[0]
     assert (out.float() - plain.float()).abs().max() <= (5e-6 if dtype == torch.float32 else 2e-2)
     assert 4 * counts.read.sum() < counts.total.sum()
 """
