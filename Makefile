@@ -21,11 +21,11 @@ lint: $(STAMP)
 
 # Two processes on two cores; the slow tests too.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 # Only the tests that are quick.
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow"
 
 quickstart: $(STAMP)
 	$(BIN)/hf-entmax quickstart --out quickstart-output

@@ -1,3 +1,4 @@
+import collections
 import gc
 import os
 
@@ -14,6 +15,15 @@ import torch
 
 fresh.start()
 CUDA = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items):
+    """Files of slow tests first, so that no process is left with a long one when the others have nothing to do."""
+    slow, number = collections.Counter(), collections.Counter()
+    for item in items:
+        slow[item.path] += item.get_closest_marker("slow") is not None
+        number[item.path] += 1
+    items.sort(key=lambda item: -slow[item.path] / number[item.path])
 
 
 def pytest_collection_finish():

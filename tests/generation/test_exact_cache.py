@@ -53,7 +53,7 @@ def _generate(model, cache=None, new=18, **call):
     return model.generate(past_key_values=cache, **inputs)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "greedy")) for way in WAYS])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_as_without(family, way):
     model = hf_entmax.patch_model(_build(family), alpha=1.5)

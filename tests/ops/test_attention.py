@@ -162,6 +162,7 @@ def test_dropout_scales_and_is_reproducible():
     torch.testing.assert_close(out, weights @ full_value)
 
 
+@pytest.mark.slow
 def test_gradcheck_through_everything():
     inputs = tensors(queries=3, keys=4)
     alpha = torch.tensor([1.2, 1.5, 1.7, 2.2], dtype=F64, requires_grad=True)

@@ -100,6 +100,7 @@ def test_a_crash_costs_its_case_and_nothing_else(play, tmp_path, capsys):
     assert "CRASHED crash: second" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_budget_cuts_and_a_further_run_goes_on(play, tmp_path):
     play({"hang": HANG, "plain": PLAIN}, minutes=1.0, seconds=6.0)
     assert statuses(tmp_path, "hang") == {"first": "ok", "second": "cut", "whole part": "cut"}
