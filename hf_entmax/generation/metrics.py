@@ -52,8 +52,16 @@ def sparsemax_score(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> 
 
         sp = mean_t [p_t(y_t) + (1 - ||p_t||^2) / 2]
 
-    Arguments and errors are those of :func:`epsilon_perplexity`. Scalar in [0, 1]: 1 where the label has all the mass, 0
-    where another word has it. Differentiable in ``probs``.
+    Args:
+        probs: ``[..., V]``, floating point, rows that sum to 1.
+        labels: class indices ``[...]``.
+        ignore_index: positions with this label are left out.
+
+    Returns:
+        Scalar in [0, 1]: 1 where the label has all the mass, 0 where another word has it. Differentiable in ``probs``.
+
+    Raises:
+        ValueError: for shapes that do not fit, or labels out of range.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.
@@ -67,8 +75,16 @@ def jensen_shannon(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
         JS = mean_t [H((p_t + e_y) / 2) - H(p_t) / 2],     a function of p_t(y_t) alone
 
-    Arguments and errors are those of :func:`epsilon_perplexity`. Scalar in nats, between 0 and ``log 2``. Differentiable in
-    ``probs``.
+    Args:
+        probs: ``[..., V]``, floating point, rows that sum to 1.
+        labels: class indices ``[...]``.
+        ignore_index: positions with this label are left out.
+
+    Returns:
+        Scalar in nats, between 0 and ``log 2``. Differentiable in ``probs``.
+
+    Raises:
+        ValueError: for shapes that do not fit, or labels out of range.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.
@@ -145,11 +161,19 @@ def sampling_metrics(
 ) -> dict[str, float]:
     """All four measures of a model's logits.
 
-    Arguments and errors are those of :func:`position_metrics`. Logits and labels must be aligned: a causal model predicts
-    ``labels[:, 1:]`` by ``logits[:, :-1]``.
+    Args:
+        logits: ``[..., V]``, floating point, aligned with the labels: a causal model predicts ``labels[:, 1:]`` by
+            ``logits[:, :-1]``.
+        labels: class indices ``[...]``.
+        alpha: of the output probabilities, ``>= 1``.
+        epsilon: as for :func:`epsilon_perplexity`, ``> 0``.
+        ignore_index: positions with this label are left out.
 
     Returns:
         ``epsilon_perplexity``, ``sparsemax_score``, ``jensen_shannon`` (nats) and ``support_size``.
+
+    Raises:
+        ValueError: as :func:`epsilon_perplexity`.
 
     Reference:
         Martins, Marinho, Martins 2020, sec. 4.

@@ -75,8 +75,19 @@ def positional_share(
 
     A head is called positional for ``offset`` when this exceeds one half.
 
-    Arguments and errors are those of :func:`positional_confidence`. Tensor [H] in [0, 1], over the real queries for which
-    the real key exists; NaN when there are none. A row without any weight agrees with no offset. Not differentiable.
+    Args:
+        weights: [B, H, T_q, T_k], non-negative, any floating dtype.
+        key_mask: bool [B, T_k], True = real key.
+        offset: key position minus query position.
+        query_mask: bool [B, T_q]; default as in :func:`positional_confidence`.
+        causal: keys after the query do not exist.
+
+    Returns:
+        [H] in [0, 1], over the real queries for which the real key exists; NaN when there are none. A row without any
+        weight agrees with no offset. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
 
     Reference:
         Voita et al. 2019, section 5.1; Correia, Niculae, Martins 2019, section 5.2.

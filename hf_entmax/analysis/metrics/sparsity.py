@@ -65,8 +65,18 @@ def sentence_density(
 ) -> Tensor:
     """Density of every head in every sentence of the batch by itself.
 
-    Arguments and errors are those of :func:`density`. Tensor [B, H] in [0, 1]; NaN for a sentence without a possible pair.
-    Not differentiable.
+    Args:
+        weights: [B, H, T_q, T_k], non-negative, any floating dtype.
+        key_mask: bool [B, T_k], True = real key.
+        query_mask: bool [B, T_q]; default as in :func:`density`.
+        causal: the site is causal.
+        threshold: count weights above this value instead of above zero.
+
+    Returns:
+        [B, H] in [0, 1], dtype as in :func:`density`; NaN for a sentence without a possible pair. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
 
     Reference:
         Correia, Niculae, Martins 2019, figure 10.
@@ -118,8 +128,18 @@ def mean_support(
 ) -> Tensor:
     """Mean number of keys with nonzero weight per query, per head.
 
-    Arguments and errors are those of :func:`density`. Tensor [H], in keys per query; NaN when there is no query. Not
-    differentiable.
+    Args:
+        weights: [B, H, T_q, T_k], non-negative, any floating dtype.
+        key_mask: bool [B, T_k], True = real key.
+        query_mask: bool [B, T_q]; default as in :func:`density`.
+        causal: the site is causal.
+        threshold: count weights above this value instead of above zero.
+
+    Returns:
+        [H], keys per query, dtype as in :func:`density`; NaN when there is no query. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
 
     Reference:
         Peters, Niculae, Martins 2019, "Sparse Sequence-to-Sequence Models", table 3.
@@ -134,8 +154,17 @@ def entropy(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None,
 
     .. math:: H_h = \frac{1}{N} \sum_{b,i} -\sum_j p_{bhij} \log p_{bhij}
 
-    Arguments and errors are those of :func:`density`. Tensor [H] in [0, log T_k] nats; NaN when there is no query. Not
-    differentiable.
+    Args:
+        weights: [B, H, T_q, T_k], non-negative, any floating dtype.
+        key_mask: bool [B, T_k], True = real key.
+        query_mask: bool [B, T_q]; default as in :func:`density`.
+        causal: the site is causal.
+
+    Returns:
+        [H] in [0, log T_k] nats, dtype as in :func:`density`; NaN when there is no query. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
 
     Reference:
         Shannon 1948; for attention heads, Clark et al. 2019, "What Does BERT Look At?", section 3.3.
@@ -148,7 +177,17 @@ def entropy(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None,
 def max_weight(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """Mean of the largest weight of each row ("confidence" of a head), per head.
 
-    Arguments and errors are those of :func:`density`. Tensor [H] in [0, 1]; NaN when there is no query. Not differentiable.
+    Args:
+        weights: [B, H, T_q, T_k], non-negative, any floating dtype.
+        key_mask: bool [B, T_k], True = real key.
+        query_mask: bool [B, T_q]; default as in :func:`density`.
+        causal: the site is causal.
+
+    Returns:
+        [H] in [0, 1], dtype as in :func:`density`; NaN when there is no query. Not differentiable.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a wrong shape.
 
     Reference:
         Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 4.

@@ -25,7 +25,6 @@ from hf_entmax.ops.sparse_rows import SparseRows
 
 GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
 OFFSETS = (-1, 0, 1)
-DENSITY_BINS = 20
 CONFIDENCE_BINS = 200
 DIRECTIONS = ("to_head", "to_dependent")
 
@@ -122,7 +121,6 @@ class SiteSums:
         counted = densities[has_pairs]
         self._add("sentence_density", row, counted.sum(0))
         self._add("sentence_density_sq", row, counted.square().sum(0))
-        self._add("density_histogram", row, _histogram(counted.T, DENSITY_BINS))
         return densities.masked_fill(~has_pairs.unsqueeze(-1), math.nan)
 
     def _position(self, row: int, weights: HeadWeights, context: SiteContext) -> None:
@@ -140,7 +138,7 @@ class SiteSums:
             hits.append(argmax_counts(argmax, context.pairs, offset).sum(0))
             counts.append(exists.sum().double())
             confidence = weights.diagonal(offset).transpose(0, 1).flatten(1)
-            histograms.append(_histogram(confidence, CONFIDENCE_BINS, exists.flatten().double().expand_as(confidence)))
+            histograms.append(_histogram(confidence, exists.flatten().double().expand_as(confidence)))
         self._add("argmax_hits", row, torch.stack(hits, -1))
         self._add("argmax_queries", row, torch.stack(counts, -1))
         self._add("confidence_histogram", row, torch.stack(histograms, 1))
@@ -186,11 +184,10 @@ class SiteSums:
         self._add("sure", row, sure.sum().expand(len(ALIGNMENT_STEPS)))
 
 
-def _histogram(shares: Tensor, bins: int, weights: Tensor | None = None) -> Tensor:
-    """Counts shares in [0, 1], or adds up their weights, by bins of even width: [H, n] to float64 [H, bins]."""
-    places = (shares * bins).long().clamp(0, bins - 1)
-    counts = torch.zeros(shares.shape[0], bins, dtype=torch.float64, device=shares.device)
-    return counts.scatter_add_(1, places, torch.ones_like(shares, dtype=torch.float64) if weights is None else weights)
+def _histogram(shares: Tensor, weights: Tensor) -> Tensor:
+    """Adds up the weights of shares in [0, 1] by bins of even width: both [H, n], to float64 [H, bins]."""
+    places = (shares * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
+    return weights.new_zeros(len(shares), CONFIDENCE_BINS).scatter_add_(1, places, weights)
 
 
 def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> Tensor:

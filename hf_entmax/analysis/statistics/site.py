@@ -20,7 +20,7 @@ from hf_entmax.analysis.metrics.roles import (
     best_role,
     strength,
 )
-from hf_entmax.analysis.statistics.accumulate import CONFIDENCE_BINS, DENSITY_BINS, DIRECTIONS, OFFSETS
+from hf_entmax.analysis.statistics.accumulate import CONFIDENCE_BINS, DIRECTIONS, OFFSETS
 from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS
 
 
@@ -115,10 +115,6 @@ class SiteStatistics:
         """Standard deviation over sentences of the density of one sentence: how much a head's sparsity depends on the input."""
         variance = self._per_head("sentence_density_sq", "sentences") - self.sentence_density_mean().square()
         return variance.clamp(min=0.0).sqrt()
-
-    def density_histogram(self) -> Tensor:
-        """Numbers of sentences by density, [layers, heads, 20] over [0, 1]."""
-        return self.sums.get("density_histogram", self._nan(DENSITY_BINS))
 
     def head_diversity(self, normalize: bool = True) -> Tensor:
         """Jensen-Shannon divergence between the heads of each layer, [layers]; see :func:`hf_entmax.analysis.head_diversity`."""

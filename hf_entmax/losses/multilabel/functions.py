@@ -163,7 +163,19 @@ def multilabel_predict(
 
 
 class MultilabelLoss(nn.Module):
-    """Module form of :func:`multilabel_loss`, with the same options and errors; an ``nn.Parameter`` is learned along."""
+    """Module form of :func:`multilabel_loss`.
+
+    Args:
+        mapping: a name in ``MULTILABEL_LOSSES``, optionally with options in parentheses.
+        class_weight: ``[K]``, at least 0.
+        ignore_index: a label value that does not count; None allows 0 and 1 only.
+        empty: ``"ignore"``, ``"uniform"`` or ``"error"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        **options: of the mapping; an ``nn.Parameter`` is learned along.
+
+    Raises:
+        ValueError: for unknown names or options, or options outside their range.
+    """
 
     def __init__(
         self,

@@ -134,7 +134,18 @@ def sparsegen_lin(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
 def sparsegen_exp(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-exp, ``sparsemax(exp(z) / (1 - lam))``; neither translation nor scale invariant.
 
-    Arguments, result and errors are those of :func:`sparsegen_lin`. Large scores do not overflow.
+    Args:
+        scores: any shape; no overflow for large ones.
+        lam: below 1.
+        dim: the dimension to normalise.
+        mask: bool, True = may receive mass.
+
+    Returns:
+        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
+
+    Raises:
+        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
+        ValueError: if ``lam >= 1``.
 
     Reference:
         L18, section 3.1. With ``lam = 1 - sum_j exp(z_j)`` it is softmax.
@@ -145,7 +156,18 @@ def sparsegen_exp(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
 def sparsegen_sq(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-sq, ``sparsemax(z^2 / (1 - lam))``; the sign of a score does not count.
 
-    Arguments, result and errors are those of :func:`sparsegen_lin`.
+    Args:
+        scores: any shape.
+        lam: below 1.
+        dim: the dimension to normalise.
+        mask: bool, True = may receive mass.
+
+    Returns:
+        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
+
+    Raises:
+        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
+        ValueError: if ``lam >= 1``.
 
     Reference:
         L18, section 3.1. With ``lam = 1 - sum_j z_j^2`` it is spherical softmax.
@@ -156,7 +178,18 @@ def sparsegen_sq(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask:
 def sparsegen_log(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-log, ``sparsemax(log(z) / (1 - lam))``, for positive scores; invariant to their scale.
 
-    Arguments, result and errors are those of :func:`sparsegen_lin`; every allowed score must be > 0 (else ``ValueError``).
+    Args:
+        scores: any shape, every allowed entry > 0.
+        lam: below 1.
+        dim: the dimension to normalise.
+        mask: bool, True = may receive mass.
+
+    Returns:
+        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
+
+    Raises:
+        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
+        ValueError: if ``lam >= 1`` or an allowed score is not positive.
 
     Reference:
         L18, section 3.1.
@@ -279,7 +312,17 @@ def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
 def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sum normalization++: sum normalization extended to negative scores, ``sparsemax(z / |sum_j z_j|)``.
 
-    Arguments, result and errors are those of :func:`sparsehourglass`: a row that sums to 0 is a ``ValueError``.
+    Args:
+        scores: any shape, every row with ``sum z != 0``.
+        dim: the dimension to normalise.
+        mask: bool, True = may receive mass.
+
+    Returns:
+        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores``.
+
+    Raises:
+        TypeError: if ``scores`` is not floating point.
+        ValueError: if a row sums to 0.
 
     Reference:
         L18, section 3.3 (sparsehourglass with q = 0).
@@ -290,8 +333,17 @@ def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = No
 def spherical_softmax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Spherical softmax, ``p_i = z_i^2 / sum_j z_j^2``.
 
-    Arguments, result and errors are those of :func:`sum_normalization`, but scores may be negative: a row whose allowed
-    scores are all 0 is a ``ValueError``.
+    Args:
+        scores: any shape; not all allowed entries of a row 0.
+        dim: the dimension to normalise.
+        mask: bool, True = may receive mass.
+
+    Returns:
+        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores``.
+
+    Raises:
+        TypeError: if ``scores`` is not floating point.
+        ValueError: if all allowed scores of a row are 0.
 
     Reference:
         L18, section 2.
