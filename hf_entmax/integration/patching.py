@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
@@ -183,14 +184,8 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
     rows: dict[str, list[Tensor]] = {}
     for site in attention_sites(model):
         rows.setdefault(site.site, []).append(_alpha_row(site))
-    table = {}
-    for site, values in rows.items():
-        width = max(len(v) for v in values)
-        device = values[0].device
-        padded = [torch.nn.functional.pad(v.to(device), (0, width - len(v)), value=float("nan")) for v in values]
-        stacked = torch.stack(padded)
-        table[site] = stacked.detach().cpu() if detach else stacked
-    return table
+    table = {site: _padded(values) for site, values in rows.items()}
+    return {site: values.detach().cpu() for site, values in table.items()} if detach else table
 
 
 def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | float]) -> None:
@@ -259,7 +254,7 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
 
 
 def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
-    """The options of a mapping other than entmax: option -> site -> float32 ``[layers, heads]``, detached.
+    """The options of a mapping other than entmax: option -> site -> float32 ``[layers, heads]``, detached; NaN as in `alphas`.
 
     Raises:
         ValueError: if the model is not patched or uses entmax.
@@ -273,7 +268,7 @@ def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
             for name, value in heads().items():
                 row = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(site.num_heads)
                 table.setdefault(name, {}).setdefault(site.site, []).append(row)
-    return {name: {site: torch.stack(rows) for site, rows in sites.items()} for name, sites in table.items()}
+    return {name: {site: _padded(rows) for site, rows in sites.items()} for name, sites in table.items()}
 
 
 def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
@@ -393,3 +388,8 @@ def _alpha_row(site: AttentionSite) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.full((site.num_heads,), float(value))
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    """Rows of heads, ``[layers, heads]`` on the device of the first; NaN for the heads that a layer does not have."""
+    return pad_sequence([row.to(rows[0].device) for row in rows], batch_first=True, padding_value=float("nan"))

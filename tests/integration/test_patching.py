@@ -241,6 +241,8 @@ def test_layers_that_differ_in_their_number_of_heads():
     assert table.isnan().tolist() == [[False, False, True, True], [False] * 4]
     set_alphas(model, 1.5)
     assert torch.allclose(alphas(model)["encoder_self"][~table.isnan()], torch.tensor(1.5))
+    mapped = patch_model(tf.SwinModel(config), mapping="sparsegen_lin", mapping_options={"lam": "learned"})
+    assert torch.equal(hf_entmax.mapping_options(mapped)["lam"]["encoder_self"].isnan(), table.isnan())
 
 
 def test_set_alphas_takes_what_alphas_gives():
