@@ -71,8 +71,8 @@ def patch(
     try:
         AutoTokenizer.from_pretrained(model).save_pretrained(out)
     except (OSError, ValueError) as error:
-        _console.print(f"[yellow]No tokenizer was copied:[/] {error}")
-    _console.print(_alpha_table(loaded, f"{type(loaded).__name__} in {out}"))
+        _console.print(f"[yellow]No tokenizer was copied:[/] {escape(str(error))}")
+    _console.print(_alpha_table(loaded, escape(f"{type(loaded).__name__} in {out}")))
     if push_to_hub:
         loaded.push_to_hub(push_to_hub)
 
@@ -103,7 +103,7 @@ def doctor(
     try:
         _round_trip()
     except Exception as error:
-        _console.print(f"[red]Patching a small model failed:[/] {type(error).__name__}: {error}")
+        _console.print(f"[red]Patching a small model failed:[/] {type(error).__name__}: {escape(str(error))}")
         raise typer.Exit(1) from error
     _console.print("Patched, trained, saved and loaded a small model: [green]works[/].")
 
@@ -301,7 +301,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, ImportError, FileNotFoundError, OSError) as error:
-        _console.print(f"[red]Error:[/] {error}", highlight=False, markup=True)
+        _console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)
 
 

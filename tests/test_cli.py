@@ -51,6 +51,7 @@ def test_mistakes_are_one_line(tmp_path):
         (["--alpha", "0.3"], "alpha=0.3"),
         (["--site", "cross"], "cross"),
         (["--auto-class", "AutoModelForEverything"], "AutoModelForEverything"),
+        (["--alpha", "[cpu][/x]"], "'[cpu][/x]'"),  # no markup of the console
     ):
         result = fresh.run_module("hf_entmax.cli", "patch", str(tmp_path / "plain"), "--out", str(out), *arguments)
         assert result.returncode == 2 and word in result.stdout and "Traceback" not in result.stdout + result.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import set_seed
@@ -134,7 +135,7 @@ class _Quickstart:
             f"[bold]1. Data[/]: {len(verbs):,} English verbs; {len(known):,} to learn from, {len(unknown)} held out, "
             f"{len(self.held_out):,} questions about those."
         )
-        self.print("[bold]2. A softmax model[/]:", given or "a small BART of characters, from scratch.")
+        self.print("[bold]2. A softmax model[/]:", escape(given or "a small BART of characters, from scratch."))
         if given is None:
             self.tokenizer: Any = data.build_tokenizer(verbs)
             self.model: Any = models.small_bart(self.tokenizer)
@@ -201,7 +202,7 @@ class _Quickstart:
         target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         planned = {"softmax": self.settings["base_steps"], "entmax": self.settings["steps"]}
         done = ", ".join(f"{n:,} of {planned[name]:,} steps with {name}" for name, n in self.steps_done.items())
-        self.print(f"Done in {total:.0f} s: {done}. Numbers: {target}; model: {self.out / 'model'}")
+        self.print(escape(f"Done in {total:.0f} s: {done}. Numbers: {target}; model: {self.out / 'model'}"))
         return results
 
     def train(
@@ -266,16 +267,15 @@ class _Quickstart:
         folder, log, files = self.out / "figures", self.out / "model" / "alphas.jsonl", []
         try:
             files = show.write_figures(folder, before, after, log, maps, tree)
-            self.print(f"Figures: {', '.join(file.name for file in files)} in {folder}")
+            self.print(escape(f"Figures: {', '.join(file.name for file in files)} in {folder}"))
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] != "matplotlib":
                 raise
-            self.print(
-                f"[yellow]No figures were drawn[/]: {error}. Install matplotlib: pip install 'hf_entmax[figures]'"
-            )
+            said = escape(f"{error}. Install matplotlib: pip install 'hf_entmax[figures]'")
+            self.print(f"[yellow]No figures were drawn[/]: {said}")
         title, path = "English verbs: entmax and softmax", self.out / "report.html"
-        report = write_report([after, before], path, title=title, figures=bool(files))
-        self.print(f"Report with every head: {report}")
+        report = write_report([after, before], path, title=title)
+        self.print(escape(f"Report with every head: {report}"))
         return [*files, report]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,17 @@ def test_tables_are_printed(finished: tuple[Path, dict[str, Any], str]) -> None:
 
 @pytest.mark.slow
 def test_a_given_model_takes_the_place_of_the_small_one(
-    finished: tuple[Path, dict[str, Any], str], forked: None, tmp_path: Path
+    finished: tuple[Path, dict[str, Any], str], forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _, _ = finished
-    console = Console(file=io.StringIO())
+    console, tmp_path = Console(file=io.StringIO(), width=400), tmp_path / "a[b]"
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)  # not installed
     results = run(tmp_path, str(out / "base"), output_alpha=None, seed=5, steps=2, questions=12, console=console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "No figures were drawn" in printed and "pip install 'hf_entmax[figures]'" in printed
+    assert str(tmp_path / "results.json") in printed
+    assert 'pip install "hf_entmax[figures]"' in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert results["settings"]["model"] == str(out / "base")
     assert "output" not in results
     assert not (tmp_path / "base").exists()
