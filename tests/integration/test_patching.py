@@ -235,13 +235,15 @@ def test_set_alphas():
 
 
 def test_layers_that_differ_in_their_number_of_heads():
-    config = tf.SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2)
-    model = patch_model(tf.SwinModel(config))
+    sizes = dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2)
+    model = patch_model(tf.SwinModel(tf.SwinConfig(**sizes)))
     table = alphas(model)["encoder_self"]
     assert table.isnan().tolist() == [[False, False, True, True], [False] * 4]
     set_alphas(model, 1.5)
     assert torch.allclose(alphas(model)["encoder_self"][~table.isnan()], torch.tensor(1.5))
-    mapped = patch_model(tf.SwinModel(config), mapping="sparsegen_lin", mapping_options={"lam": "learned"})
+    mapped = patch_model(
+        tf.SwinModel(tf.SwinConfig(**sizes)), mapping="sparsegen_lin", mapping_options={"lam": "learned"}
+    )
     assert torch.equal(hf_entmax.mapping_options(mapped)["lam"]["encoder_self"].isnan(), table.isnan())
 
 
