@@ -13,7 +13,7 @@ from device_report import report  # noqa: F401  a fixture
 from tolerances import FORWARD, GRADIENT, absolute_error, assert_gradient, assert_half, relative_error
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
-from hf_entmax.ops import entmax, entmax_attention
+from hf_entmax.ops import entmax, entmax_attention, exact_sparse_attention, sketch_keys
 
 REASON = "needs a CUDA device and Triton, not interpreted"
 triton = pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
@@ -230,6 +230,25 @@ def test_dropout():
     assert absolute_error(out, weights.double() @ value.double()) < 1e-5
     torch.manual_seed(1)
     assert torch.equal(fused(query, key, value, torch.ones(8, device="cuda"), dropout=0.25)[0], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_sparse_attention_is_chosen_and_waits_for_nothing(dtype):
+    query, key, value, alpha = (t.detach() for t in make(H_kv=2, T_q=1, T_k=9000, dtype=dtype, sharpness=3.0))
+    sketch = sketch_keys(key)
+    exact_sparse_attention(query, sketch, key, value, alpha)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, counts = exact_sparse_attention(query, sketch, key, value, alpha)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    wanted = torch_attention(query.double(), key.double(), value.double(), alpha.double())[0]
+    if dtype == torch.float32:
+        assert absolute_error(out, wanted) <= FORWARD[dtype]
+    else:
+        assert_half(out, torch_attention(query, key, value, alpha)[0], wanted)
+    assert bool((counts.read[:, 3:6] < 0.5 * counts.total[:, 3:6]).all())
 
 
 def test_compiled_by_inductor():

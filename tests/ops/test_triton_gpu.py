@@ -1,4 +1,4 @@
-"""Runs `triton_cases.py` once, in a process where Triton interprets its kernels, and reports each of its tests here."""
+"""Runs the files of cases once, in a process where Triton interprets its kernels, and reports each of their tests here."""
 
 import ast
 import os
@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = [Path(__file__).with_name(f"triton_{name}cases.py") for name in ("", "exact_")]
 ROOT = Path(__file__).parents[2]
 NAMES = [
     node.name
-    for node in ast.parse(CASES.read_text(encoding="utf-8")).body
+    for file in CASES
+    for node in ast.parse(file.read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 ]
 assert NAMES
@@ -38,7 +39,7 @@ def _python(*arguments, **environment):
 def outcomes(tmp_path_factory):
     """``{test function: [None or why it failed, per parameter]}``."""
     report = tmp_path_factory.mktemp("triton") / "report.xml"
-    arguments = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}", str(CASES))
+    arguments = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}", *map(str, CASES))
     run = _python("-m", "pytest", *arguments, TRITON_INTERPRET="1")
     assert report.exists(), run.stdout + run.stderr
     found = {}

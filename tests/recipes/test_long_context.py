@@ -89,12 +89,18 @@ def test_operator(folder, monkeypatch):
         assert float(fine["ratio_to_softmax"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
 
 
-def test_verify(folder, monkeypatch, capsys):
-    call = ("--alpha", "own", "--bits", "4", "--prompt", "60", "--steps", "20", "--batches", "2")
+@pytest.mark.parametrize("way", long_context.WAYS)
+def test_verify(folder, monkeypatch, capsys, way):
+    call = ("--alpha", "own", "--bits", "4", "--prompt", "60", "--steps", "20", "--batches", "2", "--way", way)
     assert _run(monkeypatch, folder, "verify", *call) == []
     shown = capsys.readouterr().out
-    assert "2 x 20 tokens after prompts of 60: the same" in shown and "38 layer steps compared" in shown
+    assert f"2 x 20 tokens, {way}, after prompts of 60: the same" in shown and "38 layer steps compared" in shown
     assert "0 violations" in shown
+    # Without a seed of its own sampling would draw other tokens the second time.
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    if way == "sampling":
+        with pytest.raises(SystemExit, match="DIFFERENT from token"):
+            _run(monkeypatch, folder, "verify", *call)
 
 
 def test_what_cannot_be(folder, monkeypatch):

@@ -54,7 +54,8 @@ def exact_sparse_attention(
     r"""`entmax_attention` for one query or a few, which proves from a sketch of the keys that most of them have weight 0.
 
     The output is that of `hf_entmax.ops.entmax_attention` with the same arguments: nothing is approximated. Where nothing
-    can be proved (alpha = 1, keys that are not finite) keys are read in full.
+    can be proved (alpha = 1, keys that are not finite) keys are read in full. What the kernels for the CPU and for CUDA do not
+    take (more than 16 queries, float64 and what `entmax_attention` leaves to plain operations) is gathered by plain operations.
 
     Args:
         query: ``[B, H, T_q, D]``, float32, float64, bfloat16 or float16; best with few queries.

@@ -19,6 +19,7 @@ import importlib.util
 import math
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from torch import Tensor
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.triton_gpu import operators as operators
+
+if TYPE_CHECKING:
+    from hf_entmax.ops.exact.sketch import KeySketch
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -109,15 +113,7 @@ def attention(
     lowered = _autocast_dtype(query)
     if lowered is not None:
         query, key, value = query.to(lowered), key.to(lowered), value.to(lowered)
-    heads = query.shape[1]
-    exact_alpha = 0.0
-    if isinstance(alpha, Tensor):
-        alphas = alpha.to(torch.float32).expand(heads).contiguous()
-        # What `unsupported` could not see shows as NaN instead of wrong weights.
-        alphas = torch.where(alphas > largest_alpha(key.shape[-2]), math.nan, alphas)
-    else:
-        exact_alpha = float(alpha) if float(alpha) in _EXACT else 0.0
-        alphas = torch.full((heads,), float(alpha), dtype=torch.float32, device=query.device)
+    alphas, exact_alpha = _alphas(alpha, query.shape[1], key)
     seed = None
     if options.dropout > 0:
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device)
@@ -148,6 +144,44 @@ def attention(
     return out, weights if options.need_weights else None
 
 
+def exact_sparse_attention(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """`hf_entmax.ops.exact_sparse_attention` by two kernels: the output, and its counts.
+
+    Keys and values are read where they lie, in their dtype, also under autocast, and scores are computed in float32.
+    Nothing waits for the device.
+    """
+    from hf_entmax.ops.triton_gpu import exact_host
+
+    alphas, exact_alpha = _alphas(alpha, query.shape[1], key)
+    inputs = operators.Arguments(
+        query,
+        key,
+        value,
+        alphas,
+        options.attention_mask,
+        options.position_bias,
+        options.key_padding_mask,
+        None,
+        exact_alpha,
+        bool(options.is_causal),
+        options.sliding_window or 0,
+        float(options.softcap or 0.0),
+        options.scale(query.shape[3]),
+        0.0,
+    )
+    out, (read, nonzero) = exact_host.attend(inputs, sketch, sink)
+    visible = options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3])
+    return out, (visible.sum(-1), read.sum(-1), nonzero.sum(-1))
+
+
 def row_kernel(scores: Tensor) -> ModuleType | None:
     """Return the module `row_host` if it can take these scores ``[n, V]``, else None."""
     if not _HAS_TRITON or scores.dtype not in _DTYPES or _unfit_device(scores) is not None:
@@ -155,6 +189,17 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     from hf_entmax.ops.triton_gpu import row_host
 
     return row_host
+
+
+def _alphas(alpha: float | Tensor, heads: int, key: Tensor) -> tuple[Tensor, float]:
+    """Alpha by head, float32 ``[H]``, and the one that the kernels are compiled for, or 0."""
+    if not isinstance(alpha, Tensor):
+        number = float(alpha)
+        alphas = torch.full((heads,), number, dtype=torch.float32, device=key.device)
+        return alphas, number if number in _EXACT else 0.0
+    alphas = alpha.to(torch.float32).expand(heads).contiguous()
+    # What `unsupported` could not see shows as NaN instead of wrong weights.
+    return torch.where(alphas > largest_alpha(key.shape[-2]), math.nan, alphas), 0.0
 
 
 def _unfit_device(tensor: Tensor) -> str | None:

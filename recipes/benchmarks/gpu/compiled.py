@@ -52,6 +52,10 @@ CASES: dict[str, Case | None] = {
     ),
     "float32": Case(torch.float32, 64, 1.5, options=("additive", "padding")),
     "rows": None,
+    "exact": Case(
+        torch.bfloat16, 80, queries=1, keys=4096, options=("mask", "position_bias", "padding", "softcap", "is_causal")
+    ),
+    "exact in float32": Case(torch.float32, 64, 1.5, queries=1, keys=4096, options=()),
     # One query, key, head, sequence: Triton takes an argument that is 1 for a constant.
     "ones": Case(
         queries=1, keys=1, batch=1, heads=1, options=("is_causal", "position_bias", "padding", "sliding_window")
@@ -121,6 +125,8 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
     case = CASES[name]
     if case is None:
         solve()
+    elif name.startswith("exact"):
+        decode(case)
     else:
         attend(case)
         if name == "sizes":
@@ -128,9 +134,26 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
     return {kernel: {**describe(found), "variants": len(variants[kernel])} for kernel, found in compiled.items()}
 
 
+def decode(case: Case) -> None:
+    """A step of exact sparse decoding, with each size of codes."""
+    from hf_entmax.ops import sketch_keys, triton_gpu
+
+    query, key, value, alpha, options = arguments(case)
+    for bits in (4, 6):
+        sketch = sketch_keys(key.detach(), bits)
+        triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, options, torch.zeros(case.heads))
+
+
 def attend(case: Case) -> None:
     """Everything that one training step launches."""
     from hf_entmax.ops import triton_gpu
+
+    out, weights = triton_gpu.attention(*arguments(case))
+    (out.sum() if weights is None else out.sum() + weights.sum()).backward()
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    """Query, key, value, alpha and options."""
     from hf_entmax.ops.options import AttentionOptions
 
     dtype, shape = case.dtype, (case.queries, case.keys)
@@ -153,8 +176,7 @@ def attend(case: Case) -> None:
         "need_weights": ("need_weights", True),
     }
     options: dict[str, Any] = dict(known[name] for name in case.options)
-    out, weights = triton_gpu.attention(query, key, value, alpha, AttentionOptions(**options))
-    (out.sum() if weights is None else out.sum() + weights.sum()).backward()
+    return query, key, value, alpha, AttentionOptions(**options)
 
 
 def solve() -> None:

@@ -1,0 +1,154 @@
+"""Exact sparse attention by the Triton kernels: never a wrong zero, and the output of the oracle. Run as `triton_cases.py` is."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from test_exact_attention import ROWS
+from tolerances import absolute_error, assert_half
+from triton_cases import _poison  # noqa: F401  a fixture
+
+from hf_entmax.ops import exact_sparse_attention, reference, sketch_keys
+from hf_entmax.ops.attention import head_alpha
+from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.triton_gpu import exact_host
+
+exact = functools.partial(exact_sparse_attention, backend="triton")
+# Two key heads with two query heads each; three pages of 16 keys and two keys that are in none.
+H, H_KV, T, D = 4, 2, 50, 20
+LEARNED = torch.tensor([1.0, 1.1, 1.5, 1.8])
+
+
+def draw(queries=1, batch=1, head_dim=D, value_dim=9, sharpness=3.0):
+    shapes = ((H, queries, head_dim), (H_KV, T, head_dim), (H_KV, T, value_dim))
+    query, key, value = (torch.randn(batch, *shape) for shape in shapes)
+    return sharpness * query, key, value
+
+
+def oracle(query, key, value, alpha, sink=None, **options):
+    given = query.double(), key.double(), value.double()
+    if sink is not None:
+        *last, with_sink = append_sink(*given, sink.double(), AttentionOptions(**options))
+        given, options = (
+            (given[0], *last),
+            {name: getattr(with_sink, name) for name in ("attention_mask", "position_bias", "softcap")},
+        )
+        options["scaling"] = with_sink.scale(query.shape[-1])
+    return reference.attention(*given, alpha, **options)
+
+
+def check(query, sketch, key, value, alpha, **options):
+    """Output and counts against the oracle; returns the shares of keys that were read."""
+    out, counts = exact(query, sketch, key, value, alpha, **options)
+    sink = options.pop("sink", None)
+    expected = oracle(query, key, value, alpha, sink, **options)
+    weights = expected["weights"][..., : key.shape[2]]
+    assert absolute_error(out, expected["out"]) <= 2e-6 * float(value.abs().max())
+    visible = AttentionOptions(**options).visible(query.shape[2], key.shape[2], query.device)
+    visible = torch.ones(1, dtype=torch.bool) if visible is None else visible
+    assert torch.equal(counts.total, visible.expand(weights.shape).sum((-1, -2)))
+    # A weight that float32 rounds to zero may be one less.
+    assert bool((counts.nonzero >= (weights > 1e-5).sum((-1, -2))).all() and (counts.nonzero <= counts.read).all())
+    assert bool((counts.read >= (weights > 0).sum((-1, -2))).all() and (counts.read <= counts.total).all())
+    return (counts.read / counts.total.clamp(min=1)).mean(0)
+
+
+def option_cases():
+    """Name -> (queries, options)."""
+    real = torch.arange(T) >= 7
+    additive = torch.zeros(1, 1, 1, T).masked_fill(~real, torch.finfo(torch.float32).min)
+    bias = 3 * torch.randn(1, H, 2, T)
+    return {
+        "plain": (1, {}),
+        "negative scaling": (1, {"scaling": -0.3}),
+        "padding": (1, {"key_padding_mask": real.expand(1, T)}),
+        "bool mask": (2, {"attention_mask": torch.rand(1, H, 2, T) < 0.5}),
+        "additive mask, softcap": (1, {"attention_mask": additive, "softcap": 2.0}),
+        "causal, infinite bias": (2, {"is_causal": True, "position_bias": bias.masked_fill(bias > 2, -math.inf)}),
+        "window": (2, {"is_causal": True, "sliding_window": 20, "softcap": 5.0}),
+        "sink": (1, {"sink": torch.linspace(-3, 6, H), "softcap": 3.0}),
+        "no key": (1, {"key_padding_mask": torch.zeros(1, T, dtype=torch.bool), "sink": torch.zeros(H)}),
+    }
+
+
+@pytest.mark.parametrize("name", option_cases())
+def test_exact_options(name, monkeypatch):
+    monkeypatch.setattr(exact_host, "_CHUNK", 32)  # several chunks of each list
+    queries, options = option_cases()[name]
+    bits = (2, 4, 6, 8)[list(option_cases()).index(name) % 4]
+    query, key, value = draw(queries)
+    check(query, sketch_keys(key, bits, 16), key, value, LEARNED, **options)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_exact_adversarial_rows(kind):
+    """Values of the unit matrix make outputs of weights."""
+    queries, keys, alphas = ROWS[kind]
+    sizes = (1, 3, 1, 16), (1, 1, T, 16)
+    for alpha in (torch.tensor([1.01, 1.3, 2.0]), torch.tensor([1.1, 1.5, 3.0]))[: 1 + (max(alphas) > 2)]:
+        query, key = queries(*sizes[0]), keys(*sizes[1])
+        value = torch.eye(T).expand(1, 1, T, T)
+        weights, counts = exact(query, sketch_keys(key, 4, 48), key, value, alpha)
+        expected = reference.attention(query.double(), key.double(), value.double(), alpha)["weights"]
+        size = query.norm(dim=-1).max() * key.norm(dim=-1).max() * 16**-0.5
+        close = max(2e-6, torch.finfo(torch.float32).eps * float(size))  # sums in another order
+        assert absolute_error(weights, expected) <= close
+        assert not bool(((weights == 0) & (expected > 10 * close)).any())
+        assert bool((counts.read >= (expected > 10 * close).sum((-1, -2))).all())
+        assert torch.equal(counts.nonzero, (weights > 0).sum((-1, -2)))
+
+
+def test_exact_few_keys_are_read():
+    query, key, value = 2 * torch.randn(1, 2, 1, 64), *torch.randn(2, 1, 1, 700, 64)
+    read = [check(query, sketch_keys(key, bits), key, value, 1.5) for bits in (2, 4, 6, 8)]
+    assert all(bool((fine <= coarse).all()) for coarse, fine in itertools.pairwise(read))
+    assert bool((read[1] < 0.3).all() and (read[3] < 0.05).all())
+    # No page at all: everything is bounded by its own score, and what is read is little more than what has weight.
+    assert bool((check(query, sketch_keys(key[:, :, :40]), key, value, 1.5) < 0.05).all())
+
+
+@pytest.mark.parametrize("head_dim", [5, 64, 80])
+def test_exact_strides_and_half_precision(head_dim):
+    for dtype in (torch.bfloat16, torch.float16):
+        query, key, value = (t.to(dtype) for t in draw(head_dim=head_dim))
+        key = torch.cat([key, key], 2).transpose(1, 2).contiguous().transpose(1, 2)[:, :, :T]  # with room for more
+        out, _ = exact(query.mT.contiguous().mT, sketch_keys(key, 4, 16), key, value, 1.6)
+        plain = torch.ops.aten.matmul(
+            oracle(query, key, value, 1.6)["weights"].to(dtype), value.repeat_interleave(2, 1)
+        )
+        assert out.dtype == dtype
+        assert_half(out, plain, oracle(query, key, value, 1.6)["out"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [3, T - 1])
+def test_exact_keys_that_are_not_finite(bad, place):
+    query, key, value = draw()
+    key[0, 1, place, 2] = bad
+    for options in ({}, {"softcap": 4.0}):
+        out, _ = exact(query, sketch_keys(key, 4, 16), key, value, 1.5, **options)
+        expected = oracle(query, key[:, :1], value[:, :1], 1.5, **options)["out"][:, :2]
+        assert absolute_error(out[:, :2], expected) <= 1e-5
+        # Under a softcap infinity is a score as any other.
+        assert bool(out[:, 2:].isnan().all()) == (math.isnan(bad) or not options)
+    real = torch.arange(T).expand(1, T) != place
+    out, _ = exact(query, sketch_keys(key, 4, 16), key, value, 1.5, key_padding_mask=real)
+    key[0, 1, place] = 0
+    expected = oracle(query, key, value, 1.5, key_padding_mask=real)
+    assert absolute_error(out, expected["out"]) <= 1e-5
+    # A value without weight is not read; a query that is not finite spoils its own row.
+    value[~(expected["weights"] > 0).view(1, H_KV, 2, T).any(2)] = bad
+    query[0, 0] = bad
+    out, _ = exact(query, sketch_keys(key, 4, 16), key, value, 1.5, key_padding_mask=real)
+    assert bool(out[:, 0].isnan().all()) and absolute_error(out[:, 1:], expected["out"][:, 1:]) <= 1e-5
+
+
+def test_exact_alphas_that_the_kernels_cannot_tell():
+    query, key, value = draw()
+    sketch = sketch_keys(key, 4, 16)
+    with pytest.raises(ValueError, match="alpha: 64 is above"):
+        exact(query, sketch, key, value, 64.0)
+    out, _ = exact_sparse_attention(query, sketch, key, value, head_alpha(64.0, H))  # by plain operations
+    assert absolute_error(out, oracle(query, key, value, 64.0)["out"]) <= 1e-5
