@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     )
     from hf_entmax.generation.processor import EntmaxLogitsProcessor
     from hf_entmax.generation.results import SearchResult
+    from hf_entmax.generation.sets import ConformalSets, calibrate_sets, prediction_sets
     from hf_entmax.generation.tree import HypothesisTree, hypothesis_tree
 
 _HOMES = {
     "SAMPLING_METRIC": "metrics",
     "Certificate": "certificate",
+    "ConformalSets": "sets",
     "EntmaxLogitsProcessor": "processor",
     "ExactSparseCache": "exact_cache",
     "ForcedDecoding": "forced",
@@ -37,6 +39,7 @@ _HOMES = {
     "SamplingMetrics": "metrics",
     "SearchResult": "results",
     "beam_search": "beam",
+    "calibrate_sets": "sets",
     "certified_beam_search": "beam",
     "enumerate_hypotheses": "best_first",
     "epsilon_perplexity": "metrics",
@@ -44,6 +47,7 @@ _HOMES = {
     "force_decode": "forced",
     "hypothesis_tree": "tree",
     "jensen_shannon": "metrics",
+    "prediction_sets": "sets",
     "sampling_metrics": "metrics",
     "sparsemax_score": "metrics",
     "support_size": "metrics",
@@ -52,6 +56,7 @@ _HOMES = {
 __all__ = [
     "SAMPLING_METRIC",
     "Certificate",
+    "ConformalSets",
     "EntmaxLogitsProcessor",
     "ExactSparseCache",
     "ForcedDecoding",
@@ -59,6 +64,7 @@ __all__ = [
     "SamplingMetrics",
     "SearchResult",
     "beam_search",
+    "calibrate_sets",
     "certified_beam_search",
     "enumerate_hypotheses",
     "epsilon_perplexity",
@@ -66,6 +72,7 @@ __all__ = [
     "force_decode",
     "hypothesis_tree",
     "jensen_shannon",
+    "prediction_sets",
     "sampling_metrics",
     "sparsemax_score",
     "support_size",

@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
+    TemperatureLogitsWarper,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.generic import ModelOutput
@@ -208,14 +209,18 @@ def output_alpha_of(model: Any, given: float | None) -> float:
 def without_entmax(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, float | None]:
     """Take out the entmax processor (the search does that itself, in float64) and say which alpha it had.
 
+    Its temperature stays, last of all.
+
     An end that is forced at the maximum length is taken out too: it would make every cut-off sequence look finished.
     """
-    rest, alpha = LogitsProcessorList(), None
+    rest, alpha, temperature = LogitsProcessorList(), None, 1.0
     for processor in processors:
         if isinstance(processor, EntmaxLogitsProcessor):
-            alpha = processor.alpha
+            alpha, temperature = processor.alpha, processor.temperature
         elif not isinstance(processor, ForcedEOSTokenLogitsProcessor):
             rest.append(processor)
+    if temperature != 1.0:
+        rest.append(TemperatureLogitsWarper(temperature))
     return rest, alpha
 
 

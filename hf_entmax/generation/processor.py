@@ -28,7 +28,7 @@ def log_entmax(scores: Tensor, alpha: float) -> Tensor:
 class EntmaxLogitsProcessor(LogitsProcessor):
     r"""Turns the scores of each step into the log-probabilities of alpha-entmax.
 
-        scores <- log entmax(scores),     log 0 = -inf
+        scores <- log entmax(scores / temperature),     log 0 = -inf
 
     Entmax does not change when all scores of a row shift alike, so that it makes no difference whether it is given
     logits (greedy search, sampling) or log-softmax values (beam search): the result is exact for all of them. It
@@ -39,26 +39,32 @@ class EntmaxLogitsProcessor(LogitsProcessor):
 
     Args:
         alpha: ``>= 1``; 1 gives log-softmax.
+        temperature: above 0. Unlike the ``temperature`` of ``generate()``, which raises probabilities to a power and leaves
+            zeros as they are, it acts before entmax: the higher, the more tokens have a probability above 0.
 
     Raises:
-        ValueError: if alpha is below 1 or not finite.
-        TypeError: if alpha is not a number.
+        ValueError: if alpha is below 1 or the temperature not above 0, or if one is not finite.
+        TypeError: if one is not a number.
 
     Reference:
         Peters, Niculae, Martins 2019, sec. 4.1.
     """
 
-    def __init__(self, alpha: float = 1.5) -> None:
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            raise TypeError(f"alpha must be a float, not {type(alpha).__name__}.")
+    def __init__(self, alpha: float = 1.5, temperature: float = 1.0) -> None:
+        for name, value in (("alpha", alpha), ("temperature", temperature)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a float, not {type(value).__name__}.")
         if not 1.0 <= alpha < math.inf:
             raise ValueError(f"alpha={alpha} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax).")
-        self.alpha = float(alpha)
+        if not 0.0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature} is not allowed: it must be finite and above 0.")
+        self.alpha, self.temperature = float(alpha), float(temperature)
 
     @torch.no_grad()
     def __call__(self, input_ids: LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """The log-probabilities of ``scores`` ``[batch, V]``, same shape and dtype; ``input_ids`` are not looked at."""
-        return log_entmax(scores, self.alpha)  # type: ignore[return-value]
+        # Division by 1 changes nothing.
+        return log_entmax(scores / self.temperature, self.alpha)  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return f"EntmaxLogitsProcessor(alpha={self.alpha})"
+        return f"EntmaxLogitsProcessor(alpha={self.alpha}, temperature={self.temperature})"
