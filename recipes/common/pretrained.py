@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_entmax.integration.labels import shifts_labels
+
 #: What Transformers calls its tables of absolute positions.
 TABLES = ("position_embeddings", "embed_positions", "wpe")
 
@@ -52,7 +54,7 @@ def check_length(model: Any, tokens: int, what: str) -> None:
 
 
 def check_causal(model: Any) -> None:
-    """Say before training that a model sees the tokens that it is to predict.
+    """Say before training that a model sees the tokens that it is to predict, or is asked for those that it sees.
 
     ``AutoModelForCausalLM`` also loads encoders such as BERT; only with ``is_decoder`` do they look back alone.
 
@@ -60,7 +62,7 @@ def check_causal(model: Any) -> None:
         model: from ``AutoModelForCausalLM``; its training flag and the random numbers are left as they are.
 
     Raises:
-        ValueError: if the logits of a token depend on a later one.
+        ValueError: if the logits of a token depend on a later one, or the model compares them with the same token.
     """
     size = model.get_input_embeddings().num_embeddings
     bound = longest(model)
@@ -80,4 +82,10 @@ def check_causal(model: Any) -> None:
             f"model={model.config._name_or_path!r} ({model.config.model_type}) sees later tokens: it would copy what it is to "
             "predict. Give a causal model, or an encoder whose config.json says is_decoder=true; as it is, it suits "
             "recipes/classification.py."
+        )
+    if not shifts_labels(model):
+        raise ValueError(
+            f"model={model.config._name_or_path!r} ({type(model).__name__}) compares logits and labels as they stand: it would "
+            "learn to copy each token. Give a causal model that predicts the next one, or an encoder-decoder to the recipes "
+            "for pairs."
         )

@@ -75,6 +75,11 @@ def test_parts_of_a_model_are_asked_for_themselves():
     assert longest(PAIRS.from_config(T5Config(**T5)).get_encoder()) is None
 
 
+def test_a_decoder_that_does_not_shift_its_labels_would_copy():
+    with pytest.raises(ValueError, match=r"\(BartForCausalLM\) compares logits and labels as they stand"):
+        check_causal(CAUSAL.from_config(BartConfig(**BART)))
+
+
 @pytest.mark.parametrize(
     ("config", "causal"),
     [
