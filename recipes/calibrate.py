@@ -23,14 +23,14 @@ from typing import Any
 import rich
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from common.blocks import collate, cut, encode
 from common.heads import head_statistics
 from common.results import Results, columns, command, hardware, versions
+from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
-from hf_entmax.analysis.reading.tables import read_lists, read_text
+from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.integration.patching import update_config
 
 FIELDS = columns(
@@ -66,28 +66,16 @@ def text_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: in
 
 
 def pair_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
-    """Texts and their partners, one after the other: row ``i`` belongs to row ``i + n``."""
+    """Batches of `common.sentences.pair_batch`."""
     size = args.batch or 32
-    rows = read_lists(args.pairs.replace("{split}", split), ("source", "target"))[: count * size]
-    batches = []
-    for start in range(0, len(rows) - size + 1, size):
-        part = rows[start : start + size]
-        texts = [" ".join(source) for source, _ in part] + [target[0] for _, target in part]
-        options: Any = {"padding": True, "truncation": True, "max_length": args.block, "return_tensors": "pt"}
-        batches.append(dict(tokenizer(texts, **options)))
-    return batches
+    pairs = read_text_pairs(args.pairs.replace("{split}", split), "source", "target")[: count * size]
+    starts = range(0, len(pairs) - size + 1, size)
+    return [pair_batch(pairs[start : start + size], tokenizer, args.block) for start in starts]
 
 
-def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over the tokens, of length 1."""
-    states = model(**batch).last_hidden_state
-    return F.normalize((states * batch["attention_mask"][..., None]).sum(1), dim=-1)
-
-
-def contrast(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def pair_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """InfoNCE, nats per text."""
-    texts, partners = embeddings(model, batch).chunk(2)
-    return F.cross_entropy(20 * texts @ partners.T, torch.arange(len(texts), device=texts.device))
+    return contrast(embeddings(model, batch))
 
 
 def text_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -98,7 +86,7 @@ def text_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[str, Any]:
     """Loss with softmax attention and without, and what became of embeddings."""
-    loss = contrast if pairs else text_loss
+    loss = pair_loss if pairs else text_loss
     count = sum(
         len(batch["input_ids"]) // 2 if pairs else int((batch["labels"][:, 1:] != -100).sum()) for batch in batches
     )
@@ -114,8 +102,7 @@ def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[s
         correct = [torch.cat([m.argmax(1) == torch.arange(len(m)) for m in each]).float().mean() for each in matrices]
         similarities = [torch.cat([m.flatten() for m in each]) for each in matrices]
         cosines = torch.cat([(a * b).sum(-1) for a, b in zip(plain, own, strict=True)])
-        ranks = torch.stack([values.argsort().argsort().double() for values in similarities])
-        found |= {"cosine": float(cosines.mean()), "similarity_correlation": float(torch.corrcoef(ranks)[0, 1])}
+        found |= {"cosine": float(cosines.mean()), "similarity_correlation": spearman(torch.stack(similarities))}
         found |= {"accuracy_before": float(correct[0]), "accuracy": float(correct[1])}
     return found
 
@@ -138,7 +125,7 @@ def main() -> None:
             model,
             batches,
             math.log1p(budget / 100),
-            loss=contrast if args.pairs else None,
+            loss=pair_loss if args.pairs else None,
             steps=args.steps,
             progress=lambda line: print(line, flush=True),
         )

@@ -9,82 +9,88 @@
     python recipes/convert.py --config ... --model openai-community/gpt2 --out ... --lora_rank 8     # adapters and alphas only
     python recipes/convert.py --config recipes/configs/convert_smollm2.yaml --model models/smollm2 --out runs/smollm2-sparse \
         --schedule abrupt --release 1.01 --loss_budget 0 --loss_rate 0.2 --alpha_lr 0.05  # within the loss of the softmax model
+    python recipes/convert.py --config recipes/configs/convert_minilm.yaml --model models/minilm --out runs/minilm-sparse \
+        --loss_budget 0.05                                                              # a sentence encoder
     accelerate launch recipes/convert.py --config ... --out ...                         # as `accelerate config` says
     torchrun --standalone --nproc_per_node 2 recipes/convert.py --config ... --out ...             # two CPU processes
 
-The model is a causal language model (data: ``--data``) or an encoder-decoder (data: sentence pairs, ``--train``, ``--dev``,
-``--test``), a folder or a Hub id. Alpha starts at ``--start`` (1: still a softmax), moves to its target over the share ``--over``
-of training, and is then held (``--attention 1.5``) or let go (``--attention learned``, from ``--release`` on). The loss is
+The model is a causal language model (data: ``--data``), an encoder-decoder (data: sentence pairs, ``--train``, ``--dev``,
+``--test``) or an encoder of sentences (texts and what means the same, by the same options), a folder or a Hub id. Alpha starts
+at ``--start`` (1: still a softmax), moves to its target over the share ``--over`` of training, and is then held
+(``--attention 1.5``) or let go (``--attention learned``, from ``--release`` on). The loss is
 
     task_weight * task + distill_logits * logits + distill_attention * attention + lam * D_tau
 
 with the distances to the frozen softmax model and the density pressure as `hf_entmax.training.distillation` and
 `hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. With
 ``--loss_budget`` it is the other way round: density is the objective, and lam falls while the loss is further above the softmax
-model's than the budget. Alphas are then best free from the start (``--schedule abrupt --release 1.01``). Each
-evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
-training, and on the way. What an encoder-decoder made of the test set before and after is kept in
-``hypotheses.before.txt`` and ``hypotheses.after.txt``. The model kept is the last one: a conversion that stopped early would not be one.
+model's than the budget. Alphas are then best free from the start (``--schedule abrupt --release 1.01``). The loss is the task's,
+or with ``--task_weight 0`` the distance of the outputs (*logits* above).
+
+The embedding of a sentence is the mean over its tokens, of length 1. The task is to find a text's partner among those of its
+batch (InfoNCE, cosines times 20), the distance of outputs is 20 (1 - cosine) to the softmax model's embedding. Measured are the
+correlation of the similarities of all texts and partners with the softmax model's, and how often a text finds its own.
+
+Each evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
+training, and on the way. What an encoder-decoder made of the test set before and after is kept in ``hypotheses.before.txt`` and
+``hypotheses.after.txt``. The model kept is the last one: a conversion that stopped early would not be one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-)
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_entmax
-from common.batches import Batches, collated
-from common.blocks import check_sizes, collate, prepare, read_splits
+from common.batches import Batches
+from common.blocks import check_sizes
 from common.conversion import Conversion, base_model
+from common.conversion_tasks import CAUSAL, SENTENCES, Kind, Task, kind_of, make_task, read_data
 from common.curves import STAGES, curve, shared_curve, write_curve
 from common.finish import check_finish, finish
 from common.heads import head_statistics
-from common.perplexity import text_measures
-from common.pretrained import check_causal, check_length
+from common.pretrained import check_length
 from common.results import END, columns
 from common.run import Run, check_model
-from common.seq2seq import bleu_and_chrf, encode_pairs, translate
 from common.settings import RunSettings, option, parse
-from common.training import Training, count_labels, count_shifted_labels
+from common.training import Training
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
-from hf_entmax.analysis.reading import tables
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.training import AlphaSchedule, DensityTarget, LossBudget
 
-QUALITY = "bleu chrf perplexity epsilon_perplexity"
-HEADS = (
-    "density density_encoder_self support_encoder_self js_encoder_self density_cross support_cross js_cross "
-    "density_decoder_self support_decoder_self js_decoder_self"
-)
-FIELDS = columns(
-    "attention output_alpha seed model data schedule over distill_logits distill_attention density_target "
-    "loss_budget freeze_weights lora_rank lost",
-    QUALITY,
-    "bleu_before chrf_before perplexity_before epsilon_perplexity_before",
-    HEADS,
-    END.replace("best_step ", ""),  # the last model is the one that is kept
-)
-CURVE = columns("command stage step", QUALITY, "alpha_mean alpha_min alpha_max pressure", HEADS)
+ALPHAS = ("alpha_mean", "alpha_min", "alpha_max")
+
+
+def fields(kind: Kind) -> tuple[str, ...]:
+    """Columns of the results."""
+    before = " ".join(f"{name}_before" for name in kind.quality.split())
+    return columns(
+        "attention output_alpha seed model data schedule over distill_logits distill_attention density_target "
+        "loss_budget freeze_weights lora_rank lost",
+        kind.quality,
+        before,
+        kind.heads,
+        END.replace("best_step ", ""),  # the last model is the one that is kept
+    )
+
+
+def curve_fields(kind: Kind) -> tuple[str, ...]:
+    """Columns of the evaluations."""
+    return columns("command stage step", kind.quality, *ALPHAS, "pressure", kind.heads)
 
 
 @dataclasses.dataclass
 class Settings(RunSettings):
     """Settings of this recipe, beside those that all share."""
 
-    model: str = option("", "the softmax model: a folder or Hub id, causal or encoder-decoder")
+    model: str = option("", "the softmax model: a folder or Hub id, causal, encoder-decoder or sentence encoder")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
     release: float | None = option(None, "learned: the alpha from which they are let go, between 1 and 2 (default 1.5)")
     schedule: str = option("anneal", "anneal: alpha moves to its target; abrupt: it is there at once")
@@ -103,6 +109,10 @@ class Settings(RunSettings):
     )
     loss_rate: float = option(0.05, "loss_budget: largest change of the logarithm of the pressure, per step")
     density_floor: float = option(0.0, "density below which no head is pushed further, in [0, 1)")
+    dropout: bool | None = option(
+        None,
+        "train with the model's dropout (default: yes, but not with loss_budget: the softmax model's loss has none)",
+    )
     freeze_weights: bool = option(False, "train the learned alphas alone")
     tau: float = option(0.01, "attention weight that counts half in the density's stand-in")
     lora_rank: int = option(0, "train adapters of this rank (and learned alphas) only; 0 trains everything")
@@ -114,23 +124,25 @@ class Settings(RunSettings):
     train_tokens: int = option(0, "causal models: train on so many tokens; 0 for all")
     dev_tokens: int = option(0, "causal models: tokens of dev; 0 for all")
     test_tokens: int = option(0, "causal models: tokens of test; 0 for all")
-    train: str = option("", "encoder-decoders: sentence pairs, as for translation.py")
-    dev: str = option("", "encoder-decoders: pairs for each evaluation")
-    test: str = option("", "encoder-decoders: pairs for the last one")
-    source: str = option("de", "encoder-decoders: source language")
-    target: str = option("en", "encoder-decoders: target language")
-    max_tokens: int = option(128, "encoder-decoders: longest sentence in tokens")
-    dev_sentences: int = option(500, "encoder-decoders: dev pairs translated greedily for each evaluation; 0 for all")
+    train: str = option("", "pairs: sentence pairs as for translation.py, or texts that mean the same for an encoder")
+    dev: str = option("", "pairs: for each evaluation")
+    test: str = option("", "pairs: for the last one")
+    train_pairs: int = option(0, "pairs: train on the first so many; 0 for all")
+    source: str = option("de", "pairs: source language, or column of the texts")
+    target: str = option("en", "pairs: target language, or column of their partners")
+    max_tokens: int = option(128, "pairs: longest sentence in tokens; for a sentence encoder longer texts are cut")
+    dev_sentences: int = option(500, "pairs: of dev for each evaluation (translated greedily); 0 for all")
     beams: int = option(5, "encoder-decoders: beam width on the test set")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("model", bool(self.model), "given: the softmax model to convert")
+        self.dropout = self.loss_budget is None if self.dropout is None else self.dropout
         self.require("schedule", self.schedule in ("anneal", "abrupt"), "anneal or abrupt")
         self.require("attention_loss", self.attention_loss in ("kl", "mse"), "kl or mse")
         self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
         self.require_at_least(task_weight=0, distill_logits=0, distill_attention=0, lora_rank=0, evaluate_every=0)
-        self.require_at_least(dev_sentences=0, max_tokens=2, beams=1)
+        self.require_at_least(dev_sentences=0, train_pairs=0, max_tokens=2, beams=1)
         check_sizes(self)
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
         self.require("task_weight", weighted, "above 0 where nothing is distilled")
@@ -183,78 +195,6 @@ class Settings(RunSettings):
         return AlphaSchedule(self.start, end, self.over, self.shape)
 
 
-@dataclasses.dataclass
-class Task:
-    """What differs between the two kinds of models: examples to train on, and measures of dev and test."""
-
-    examples: list[Any]
-    collate: Callable[[list[Any]], Any]
-    length: Callable[[Any], int]
-    count: Callable[[dict[str, Any]], int]
-    shift: bool
-    probe: list[dict[str, Any]]
-    dev: Callable[[Any], dict[str, float]]
-    test: Callable[[Any, str], dict[str, float]]
-
-
-def read_data(settings: Settings, encoder_decoder: bool) -> Any:
-    """The raw data, before anything is written."""
-    if not encoder_decoder:
-        return read_splits(settings)
-    for name in ("train", "dev", "test"):
-        settings.require(name, bool(getattr(settings, name)), f"given for an encoder-decoder such as {settings.model}")
-    wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
-    pairs = tables.read_splits(wheres, (settings.source, settings.target), tables.read_pairs)
-    pairs["dev"] = pairs["dev"][: settings.dev_sentences or None]
-    return {split: rows[: 64 if split == "train" else 8] for split, rows in pairs.items()} if settings.smoke else pairs
-
-
-def causal_task(settings: Settings, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
-    """Blocks of text and perplexities."""
-    blocks, words = prepare(settings, lines, tokenizer)
-    whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
-
-    def measure(model: Any, split: str) -> dict[str, float]:
-        found = text_measures(model, blocks[split], words[split], run)
-        return {name: found[name] for name in ("perplexity", "epsilon_perplexity")}
-
-    return Task(
-        blocks["train"],
-        collate,
-        lambda block: len(block["input_ids"]),
-        count_shifted_labels,
-        True,
-        [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
-        lambda model: measure(model, "dev"),
-        lambda model, name: measure(model, "test"),
-    )
-
-
-def pairs_task(settings: Settings, pairs: dict[str, Any], tokenizer: Any, run: Run, model: Any) -> Task:
-    """Sentence pairs and BLEU."""
-    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
-    examples = {split: encode_pairs(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
-    for split in ("train", "dev"):
-        settings.require("max_tokens", bool(examples[split]), f"larger: every {split} pair is longer")
-
-    def measure(model: Any, split: str, beams: int, name: str = "") -> dict[str, float]:
-        hypotheses = translate(model, pairs[split], tokenizer, run, settings.max_tokens, beams)
-        if name:
-            run.write(f"hypotheses.{name}.txt", hypotheses)
-        return bleu_and_chrf(hypotheses, pairs[split])
-
-    return Task(
-        examples["train"],
-        lambda rows: dict(collator(rows)),
-        lambda example: len(example["input_ids"]) + len(example["labels"]),
-        count_labels,
-        False,
-        collated(examples["dev"][:256], collator, 32, run.accelerator.device),
-        lambda model: measure(model, "dev", 1),
-        lambda model, name: measure(model, "test", settings.beams, name),
-    )
-
-
 def student_config(settings: Settings) -> EntmaxConfig | None:
     """How the student is patched; learned alphas and fixed ones start where the schedule does."""
     config = settings.entmax()
@@ -265,35 +205,41 @@ def student_config(settings: Settings) -> EntmaxConfig | None:
     return config
 
 
-def add_adapters(model: Any, rank: int) -> Any:
+def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
     """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     learned = any(f".{CHILD}." in name for name, _ in model.named_parameters())
-    kind = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
     options = {"modules_to_save": [CHILD]} if learned else {}
     return get_peft_model(
-        model, LoraConfig(task_type=kind, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
+        model, LoraConfig(task_type=kind.adapters, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
     )
 
 
 def measure(model: Any, task: Task) -> dict[str, float]:
     """A point of the curve on dev: quality, density, alphas."""
-    found = {**task.dev(model), **head_statistics(model, task.probe)}
+    found = task.dev(model)
+    if broken := [name for name, value in found.items() if math.isnan(value)]:
+        raise ValueError(f"{', '.join(broken)} of dev: not a number. The model is broken, or its training has failed.")
+    found |= head_statistics(model, task.probe)
     if is_patched(model) and hf_entmax.entmax_config(model).mapping == "entmax":
         values = torch.cat([site.flatten() for site in alphas(model).values()])
         values = values[~values.isnan()]
-        found |= {f"alpha_{name}": float(getattr(values, name)()) for name in ("mean", "min", "max")}
+        found |= {name: float(getattr(values, name.removeprefix("alpha_"))()) for name in ALPHAS}
     return found
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> float:
-    """BLEU points, or percent of perplexity (with epsilon: finite for sparse outputs too), against the model given.
+    """BLEU points, percent of perplexity (with epsilon: finite for sparse outputs too) or points of partners found.
+
+    It is against the model given.
 
     Training on gains something by itself: what sparsity costs is the difference to the control's loss.
     """
     if "bleu" in before:
         return before["bleu"] - after["bleu"]
+    if "accuracy" in before:
+        return 100 * (before["accuracy"] - after["accuracy"])
     return 100 * (after["epsilon_perplexity"] / before["epsilon_perplexity"] - 1)
 
 
@@ -317,38 +263,33 @@ def load(auto: Any, where: str | Path, adapter: Path | None = None) -> Any:
 
 def main(settings: Settings) -> None:
     check_model(settings.model)
-    encoder_decoder = bool(AutoConfig.from_pretrained(settings.model).is_encoder_decoder)
-    data = read_data(settings, encoder_decoder)
-    check_finish(settings, FIELDS)
+    kind = kind_of(settings, AutoConfig.from_pretrained(settings.model))
+    data = read_data(settings, kind)
+    check_finish(settings, fields(kind))
     if settings.results:
-        shared_curve(settings, CURVE)  # says now what is wrong with that file
-    auto: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
+        shared_curve(settings, curve_fields(kind))  # says now what is wrong with that file
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    teacher = load(auto, settings.model).eval().requires_grad_(False)
+    teacher = load(kind.auto, settings.model).eval().requires_grad_(False)
     if is_patched(teacher):
         raise ValueError(f"model={settings.model!r} is sparse already: give a softmax model.")
-    longest = "max_tokens" if encoder_decoder else "block"
-    check_length(teacher, getattr(settings, longest), longest)
-    if not encoder_decoder:
-        check_causal(teacher)
+    check_length(teacher, getattr(settings, kind.longest), kind.longest)
+    kind.check(teacher)
     run = Run(settings, "convert")
     teacher.to(run.accelerator.device)
     set_seed(settings.seed)
-    model = load(auto, settings.model).to(run.accelerator.device)
+    model = load(kind.auto, settings.model).to(run.accelerator.device)
+    if getattr(model, "pooler", None) is not None:
+        model.pooler.requires_grad_(False)  # made for another task: the embedding is a mean over the tokens
     if (config := student_config(settings)) is not None:
         patch_model(model, config)
     if settings.lora_rank:
-        model = add_adapters(model, settings.lora_rank)
+        model = add_adapters(model, settings.lora_rank, kind)
     if settings.freeze_weights:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(f".{CHILD}." in name)
-    if encoder_decoder:
-        task = pairs_task(settings, data, tokenizer, run, teacher)
-    else:
-        task = causal_task(settings, data, tokenizer, run)
+    task = make_task(kind, settings, data, tokenizer, run, teacher)
     batches = Batches.for_training(run, task.examples, task.collate, task.length)
-    schedule = settings.alpha_schedule() if settings.annealed else None
-    conversion = Conversion(run, model, teacher, schedule, shift=not encoder_decoder)
+    conversion = Conversion(run, model, teacher, settings.alpha_schedule() if settings.annealed else None, kind)
 
     def evaluate(current: Any) -> dict[str, float]:
         progress = training.progress
@@ -361,7 +302,7 @@ def main(settings: Settings) -> None:
     options = {"loss": conversion.loss, "count": task.count, "before_step": conversion.move}
     training = Training(run, model, tokenizer, batches, evaluate, evaluate_every=settings.evaluate_every, **options)
     if training.progress.step == 0:
-        known = {row["stage"] for row in curve(run, CURVE)}  # of an earlier start
+        known = {row["stage"] for row in curve(run, curve_fields(kind))}  # of an earlier start
         run.accelerator.wait_for_everyone()
         model.eval()
         conversion.arrive()
@@ -372,18 +313,21 @@ def main(settings: Settings) -> None:
                 run.log(0, **{f"dev_{name}": value for name, value in found.items()}, stage=stage)
     training.fit()
     finished = run.folder / "model"
-    student = load(auto, settings.model, finished) if settings.lora_rank else load(auto, finished)
-    student.to(run.accelerator.device).eval()
-    before, after = task.test(teacher, "before"), task.test(base_model(student), "after")
+    student = load(kind.auto, settings.model, finished) if settings.lora_rank else load(kind.auto, finished)
+    student = base_model(student.to(run.accelerator.device).eval())
+    before, after = task.test(teacher, "before"), task.test(student, "after")
     measures: dict[str, Any] = {name: value for name, value in training.summary().items() if name != "best_step"}
     measures |= {f"{name}_before": round(value, 4) for name, value in before.items()}
     measures |= {name: round(value, 4) for name, value in after.items()}
-    measures |= {name: value for name in FIELDS if (value := getattr(settings, name, None)) is not None}
-    measures |= {"lost": round(lost(before, after), 4), **head_statistics(base_model(student), task.probe)}
-    measures |= {"data": settings.train if encoder_decoder else settings.data, "model": model_name(settings.model)}
-    task_name, main_measure = ("translation", "bleu") if encoder_decoder else ("text-generation", "epsilon_perplexity")
-    write_curve(run, CURVE)
-    finish(run, FIELDS, measures, task=task_name, data=str(measures["data"]), main_measures=[main_measure, "density"])
+    measures |= {name: value for name in fields(kind) if (value := getattr(settings, name, None)) is not None}
+    measures |= {"lost": round(lost(before, after), 4), **head_statistics(student, task.probe)}
+    if kind is SENTENCES:
+        measures["keys"] = head_statistics(teacher, task.probe)["support_encoder_self"]
+    measures |= {"data": settings.data if kind is CAUSAL else settings.train}
+    measures |= {"model": model_name(settings.model)}
+    write_curve(run, curve_fields(kind))
+    main_measures = [kind.main, "density"]
+    finish(run, fields(kind), measures, task=kind.hub_task, data=str(measures["data"]), main_measures=main_measures)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from rich import print
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from common.blocks import collate, cut, encode
 from common.results import Results, columns, command, hardware, versions
+from common.sentences import embed, read_text_pairs, spearman
 from hf_entmax.analysis.reading.conllu import read_conllu
-from hf_entmax.analysis.reading.tables import find, read_lists, read_rows, read_text
+from hf_entmax.analysis.reading.tables import find, read_rows, read_text
 
 FIELDS = columns("model reference task measure units before after difference low high command hardware versions")
 CLOZE = Path(__file__).parent / "data" / "cloze.tsv"
@@ -106,30 +106,17 @@ def causal_tasks(
     yield "cloze", lambda model: cloze_units(model, tokenizer, rows), {"accuracy": lambda values: float(values.mean())}
 
 
-@torch.no_grad()
-def embeddings(model: Any, tokenizer: Any, texts: list[str], longest: int) -> Tensor:
-    """Mean over the tokens, of length 1: ``[texts, D]``."""
-    rows = []
-    for start in range(0, len(texts), 32):
-        options: Any = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
-        batch = tokenizer(texts[start : start + 32], **options)
-        states = model(**batch).last_hidden_state
-        rows.append(F.normalize((states * batch["attention_mask"][..., None]).sum(1), dim=-1))
-    return torch.cat(rows)
-
-
 def encoder_tasks(
     args: argparse.Namespace, tokenizer: Any
 ) -> Iterator[tuple[str, Callable[[Any], Units], dict[str, Figure]]]:
     """As `causal_tasks`."""
     mean: dict[str, Figure] = {"accuracy": lambda values: float(values.mean())}
-    pairs = read_lists(args.pairs, ("source", "target"))
-    texts, partners = [" ".join(source) for source, _ in pairs], [target[0] for _, target in pairs]
+    texts, partners = map(list, zip(*read_text_pairs(args.pairs, "source", "target"), strict=True))
     similarities: dict[int, Tensor] = {}
 
     def both(model: Any) -> Tensor:
         if id(model) not in similarities:
-            a, b = (embeddings(model, tokenizer, side, args.block) for side in (texts, partners))
+            a, b = (embed(model, side, tokenizer, args.block) for side in (texts, partners))
             similarities[id(model)] = a @ b.T
         return similarities[id(model)]
 
@@ -156,17 +143,12 @@ def encoder_tasks(
     def genre(model: Any) -> Units:
         from sklearn.linear_model import LogisticRegression
 
-        vectors = {split: embeddings(model, tokenizer, rows, args.block).numpy() for split, (rows, _) in data.items()}
+        vectors = {split: embed(model, rows, tokenizer, args.block).numpy() for split, (rows, _) in data.items()}
         classifier = LogisticRegression(C=10, max_iter=1000).fit(vectors["train"], data["train"][1])
         correct = classifier.predict(vectors["dev"]) == data["dev"][1]
         return [torch.tensor([[float(value)]]) for value in correct]
 
     yield "genre", genre, mean
-
-
-def spearman(values: Tensor) -> float:
-    """Rank correlation of ``[2, n]``."""
-    return float(torch.corrcoef(values.argsort(-1).argsort(-1).double())[0, 1])
 
 
 def interval(before: Units, after: Units, figure: Figure, samples: int = 1000) -> tuple[float, float]:

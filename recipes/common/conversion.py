@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.conversion_tasks import CAUSAL, SENTENCES, Kind
 from common.run import Run
+from common.sentences import SCALE, contrast, embeddings
 from hf_entmax import entmax_config, is_patched, set_alphas
 from hf_entmax.generation import SamplingMetrics
 from hf_entmax.training import (
@@ -39,13 +42,13 @@ class Conversion:
         student: patched (or plain, as a control), perhaps inside PEFT; not yet prepared for the processes.
         teacher: the frozen softmax model, in evaluation mode.
         schedule: of alpha; None leaves alpha alone.
-        shift: whether position ``t`` predicts label ``t + 1`` (causal language models).
+        kind: of the model.
     """
 
-    def __init__(self, run: Run, student: Any, teacher: Any, schedule: AlphaSchedule | None, *, shift: bool) -> None:
+    def __init__(self, run: Run, student: Any, teacher: Any, schedule: AlphaSchedule | None, kind: Kind) -> None:
         settings = run.settings
         self.settings, self.student, self.teacher, self.run = settings, base_model(student), teacher, run
-        self.schedule, self.shift = schedule, shift
+        self.schedule, self.kind = schedule, kind
         self.output_alpha = SamplingMetrics.for_model(self.student).alpha
         self.learned = is_patched(self.student) and entmax_config(self.student).alpha == "learned"
         self.arrived = self.schedule is None
@@ -74,20 +77,23 @@ class Conversion:
     def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Task, distances to the teacher, and density, as the settings weigh them."""
         settings = self.settings
+        if not settings.dropout:
+            model.eval()
         recorded = bool(settings.distill_attention) or self.density is not None
         if recorded and "attention_mask" not in batch:
             batch = {**batch, "attention_mask": (batch["labels"] != -100).long()}
         with record_attention(self.student) if recorded else contextlib.nullcontext() as seen:
-            output = model(**batch)
+            output = self._forward(model, batch)
         loss = settings.task_weight * output.loss
         pairs = {} if seen is None else attention_pairs(self.student, batch, seen)
         known = None
         if settings.distill_logits or settings.distill_attention or settings.loss_budget is not None:
             recording = record_attention(self.teacher) if settings.distill_attention else contextlib.nullcontext()
             with torch.no_grad(), recording as wanted:
-                known = self.teacher(**batch)
+                known = self._forward(self.teacher, batch)
             if settings.distill_logits:
-                loss = loss + settings.distill_logits * self._logits(output.logits, known.logits, batch["labels"])
+                distance = self._distance(output.logits, known.logits, batch["labels"])
+                loss = loss + settings.distill_logits * distance
             if seen is not None and wanted is not None:
                 terms = [
                     attention_distillation(weights, wanted.weights[name], pairs[name], settings.attention_loss)
@@ -96,6 +102,8 @@ class Conversion:
                 loss = loss + settings.distill_attention * torch.stack(terms).mean()
         if seen is not None and self.density is not None:
             rise = 0.0 if known is None else output.loss.detach() - known.loss
+            if settings.distill_logits and not settings.task_weight:
+                rise = distance.detach()  # the loss of the task is not what is trained
             loss = loss + self._pressure(self.density, seen.weights, pairs, rise)
         return loss
 
@@ -117,7 +125,17 @@ class Conversion:
         soft = [soft_density(w, pairs[name], settings.tau, settings.density_floor) for name, w in weights.items()]
         return constraint.multiplier * torch.stack(soft).mean()
 
-    def _logits(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        if self.shift:
+    def _forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Loss of the task, and output: logits, or embeddings of sentences."""
+        if self.kind is not SENTENCES:
+            return model(**batch)
+        vectors = embeddings(model, {name: values for name, values in batch.items() if name != "labels"})
+        return SimpleNamespace(loss=contrast(vectors), logits=vectors)
+
+    def _distance(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        """Of the outputs; of embeddings: how far the score of a text with itself falls, nats."""
+        if self.kind is SENTENCES:
+            return SCALE * (1 - (student * teacher).sum(-1)).mean()
+        if self.kind is CAUSAL:
             student, teacher, labels = student[:, :-1], teacher[:, :-1], labels[:, 1:]
         return logit_distillation(student, teacher, labels, self.output_alpha, temperature=self.settings.temperature)

@@ -9,6 +9,9 @@ from torch import nn
 
 from hf_entmax.integration.labels import shifts_labels
 
+#: A smaller change comes from kernels that add up the rows of a batch in different orders.
+ROUNDING = 1e-4
+
 #: What Transformers calls its tables of absolute positions.
 TABLES = ("position_embeddings", "embed_positions", "wpe")
 
@@ -53,35 +56,46 @@ def check_length(model: Any, tokens: int, what: str) -> None:
         raise ValueError(f"{what}={tokens} is not allowed: it must be at most {bound}, all that the model can see.")
 
 
-def check_causal(model: Any) -> None:
-    """Say before training that a model sees the tokens that it is to predict, or is asked for those that it sees.
-
-    ``AutoModelForCausalLM`` also loads encoders such as BERT; only with ``is_decoder`` do they look back alone.
+def _change_by_later_tokens(model: Any) -> float:
+    """How much what a model makes of a token depends on later ones: logits, or the last layer of a model without a head.
 
     Args:
-        model: from ``AutoModelForCausalLM``; its training flag and the random numbers are left as they are.
+        model: its training flag and the random numbers are left as they are.
 
-    Raises:
-        ValueError: if the logits of a token depend on a later one, or the model compares them with the same token.
+    Returns:
+        The largest change, of the largest value; NaN where the model gives no finite numbers.
     """
     size = model.get_input_embeddings().num_embeddings
     bound = longest(model)
     length = 4 if bound is None else min(4, bound)  # short: the last token weighs much for those before it
     row = torch.arange(size // 2, size // 2 + length + 1, device=model.device) % size
     ids = torch.stack([row[:length], torch.cat([row[: length - 1], row[length:]])])
+    options = {"use_cache": False} if model.can_generate() else {}
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            first, second = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            output = model(input_ids=ids, **options)
     finally:
         model.train(training)
-    # Not equality: a kernel may add up the rows of a batch in different orders.
-    if (first - second).abs().max() > 1e-4 * first.abs().max():
+    states = output.logits if "logits" in output else output.last_hidden_state
+    first, second = states[:, :-1].float()
+    return float((first - second).abs().max() / first.abs().max())
+
+
+def check_causal(model: Any) -> None:
+    """Say before training that a model sees the tokens that it is to predict, or is asked for those that it sees.
+
+    ``AutoModelForCausalLM`` also loads encoders such as BERT; only with ``is_decoder`` do they look back alone.
+
+    Raises:
+        ValueError: if the logits of a token depend on a later one, or the model compares them with the same token.
+    """
+    if _change_by_later_tokens(model) > ROUNDING:
         raise ValueError(
-            f"model={model.config._name_or_path!r} ({model.config.model_type}) sees later tokens: it would copy what it is to "
-            "predict. Give a causal model, or an encoder whose config.json says is_decoder=true; as it is, it suits "
-            "recipes/classification.py."
+            f"{_called(model)} sees later tokens: it would copy what it is to predict. Give a causal model, or an encoder "
+            "whose config.json says is_decoder=true; as it is, it suits recipes/classification.py, and with pairs of texts "
+            "(--train, --dev, --test) recipes/convert.py."
         )
     if not shifts_labels(model):
         raise ValueError(
@@ -89,3 +103,20 @@ def check_causal(model: Any) -> None:
             "learn to copy each token. Give a causal model that predicts the next one, or an encoder-decoder to the recipes "
             "for pairs."
         )
+
+
+def check_encoder(model: Any) -> None:
+    """Say before training that a model is no encoder: its tokens do not see later ones.
+
+    Raises:
+        ValueError: if it is so.
+    """
+    if _change_by_later_tokens(model) <= ROUNDING:
+        raise ValueError(
+            f"{_called(model)} is causal: its tokens do not see later ones, and --train gives pairs for a sentence encoder. "
+            "Leave --train, --dev and --test out; a causal model learns from --data."
+        )
+
+
+def _called(model: Any) -> str:
+    return f"model={model.config._name_or_path!r} ({model.config.model_type})"

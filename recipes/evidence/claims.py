@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import yaml
 
-from . import claims_heads
+from . import claims_heads, pretrained
 from .judging import MARGIN, SOFTMAX, Finding, compare, found
 from .rows import ROOT, SITES, Row, Rows, grouped, mean, numbers, pick, table
 
@@ -217,6 +217,7 @@ CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
     speed,
     lambdas,
     conversions,
+    pretrained.findings,
 )
 
 

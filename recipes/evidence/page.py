@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import benchmarks, claims, length, mappings, tables
+from . import benchmarks, claims, length, mappings, pretrained, tables
 from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
 
 #: Templates, by the page that is made of them.
@@ -38,6 +38,7 @@ def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figu
         tables=tables,
         length=length,
         mappings=mappings,
+        pretrained=pretrained,
         column=column,
         machines=machines,
         origin=origin,

@@ -1,0 +1,104 @@
+"""Sentence encoders: embeddings that are means over tokens, pairs of texts, and how well a text finds its partner."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_entmax.analysis.reading.tables import read_lists, read_pairs
+
+#: A cosine times this is a score: the inverse temperature that such encoders are trained with.
+SCALE = 20.0
+
+Pair = tuple[str, str]
+
+
+def read_text_pairs(where: str, source: str, target: str) -> list[Pair]:
+    """Texts and what means the same: two columns of a file, or two parallel files where ``where`` contains ``{lang}``.
+
+    A list of sentences in the first column is one text; of a list in the second, such as the summaries that several people
+    wrote, the first is the partner.
+
+    Raises:
+        FileNotFoundError, ValueError: as `hf_entmax.analysis.reading.tables.read_lists`.
+    """
+    if "{lang}" in where:
+        return read_pairs(where, source, target)
+    return [(" ".join(text), partners[0]) for text, *(partners,) in read_lists(where, (source, target))]
+
+
+def check_pooling(folder: str) -> None:
+    """Say before training that the embedding of a sentence is no mean over its tokens.
+
+    Raises:
+        ValueError: if a folder of Sentence Transformers says so.
+    """
+    path = Path(folder) / "1_Pooling" / "config.json"
+    if path.exists():
+        chosen = json.loads(path.read_text(encoding="utf-8"))
+        ways = [name for name, value in chosen.items() if name.startswith("pooling_mode") and value is True]
+        if ways and ways != ["pooling_mode_mean_tokens"]:
+            raise ValueError(
+                f"{path} has {', '.join(ways)}: only encoders that take the mean of the tokens can be used."
+            )
+
+
+def pair_batch(pairs: Sequence[Pair], tokenizer: Any, longest: int) -> dict[str, Tensor]:
+    """Texts and then their partners, cut to ``longest`` tokens: row ``i`` belongs to row ``i + n``."""
+    return _tokens([text for text, _ in pairs] + [partner for _, partner in pairs], tokenizer, longest)
+
+
+def _tokens(texts: list[str], tokenizer: Any, longest: int) -> dict[str, Tensor]:
+    return dict(tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt"))
+
+
+def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Mean over the tokens, of length 1: ``[rows, D]``."""
+    states = model(**batch).last_hidden_state
+    return F.normalize((states * batch["attention_mask"][..., None]).sum(1), dim=-1)
+
+
+@torch.no_grad()
+def embed(model: Any, texts: Sequence[str], tokenizer: Any, longest: int, size: int = 32) -> Tensor:
+    """The embeddings of texts in their order, those of like length together: ``[texts, D]``, on the CPU."""
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    rows = torch.empty(0)
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        batch = {
+            name: values.to(next(model.parameters()).device)
+            for name, values in _tokens([texts[place] for place in places], tokenizer, longest).items()
+        }
+        found = embeddings(model, batch).float().cpu()
+        rows = rows if len(rows) else torch.empty(len(texts), found.shape[1])
+        rows[places] = found
+    return rows
+
+
+def contrast(vectors: Tensor) -> Tensor:
+    """InfoNCE of `pair_batch`: each text among the partners of its batch, nats per text."""
+    texts, partners = vectors.chunk(2)
+    return F.cross_entropy(SCALE * texts @ partners.T, torch.arange(len(texts), device=texts.device))
+
+
+def retrieval(similarities: Tensor) -> dict[str, float]:
+    """How well each text finds its partner among all, from ``[texts, partners]``: accuracy and mean reciprocal rank.
+
+    Partners that are as similar as the right one, or not a number, stand before it.
+    """
+    ranks = (~(similarities < similarities.diagonal()[:, None])).sum(1).double()
+    return {"accuracy": float((ranks == 1).double().mean()), "mrr": float(ranks.reciprocal().mean())}
+
+
+def spearman(values: Tensor) -> float:
+    """Rank correlation of ``[2, n]``; NaN where one of them is."""
+    if values.isnan().any():
+        return math.nan
+    return float(torch.corrcoef(values.argsort(-1).argsort(-1).double())[0, 1])

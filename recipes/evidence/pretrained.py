@@ -1,0 +1,153 @@
+"""Real pretrained models made sparse: the tables, the figure and the verdicts, for every model that there are rows for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from .judging import Finding, found
+from .rows import Row, Rows, column, grouped, machines, mean, numbers, pick, table
+
+#: Conversions: group of rows -> what its model is called.
+MODELS = {"convert_encoder": "all-MiniLM-L6-v2", "convert_smollm2": "SmolLM2-135M-Instruct"}
+
+#: Columns of a table of conversions by title: what `column` takes after the rows. One that no row has is left out.
+_COLUMNS: dict[str, tuple[str | int, ...]] = {
+    "steps": ("steps", 0),
+    "nonzero weights, %": ("density", 2, 100),
+    "keys with weight": ("support_encoder_self",),
+    "of keys": ("keys",),
+    "keys with weight ": ("support_decoder_self",),
+    "Spearman": ("spearman", 4),
+    "Pearson": ("pearson", 4),
+    "partner found before, %": ("accuracy_before", 1, 100),
+    "after, %": ("accuracy", 1, 100),
+    "MRR": ("mrr", 4),
+    "perplexity before": ("perplexity_before",),
+    "after": ("perplexity",),
+}
+
+
+def settings_of(rows: Rows, group: str) -> list[list[Row]]:
+    """The rows of each setting, its seeds together, softmax first."""
+    keyed = [{**row, "setting": re.sub(r" --seed \d+", "", row["command"])} for row in rows(group)]
+    groups = list(grouped(keyed, "setting").values())
+    return sorted(groups, key=lambda own: (own[0]["attention"] != "softmax", -mean(own, "density")))
+
+
+def label(row: Row) -> str:
+    """What was trained and what held it back."""
+    parts = [row["attention"]]
+    for name, text in (("loss_budget", "budget {}"), ("density_target", "density target {}")):
+        if row.get(name) not in ("", "None", None):
+            parts.append(text.format(row[name]))
+    if row.get("freeze_weights") == "True":
+        parts.append("alphas alone")
+    if row.get("lora_rank") not in ("", "0", None):
+        parts.append(f"LoRA {row['lora_rank']}")
+    return ", ".join(parts)
+
+
+def conversions(rows: Rows, group: str) -> str:
+    """A line for each setting, mean and spread over its seeds."""
+    settings = settings_of(rows, group)
+    shown = {title: chosen for title, chosen in _COLUMNS.items() if any(own[0].get(chosen[0]) for own in settings)}  # type: ignore[call-overload]
+    lines = []
+    for own in settings:
+        cells = [column(own, *chosen) for chosen in shown.values()]  # type: ignore[arg-type]
+        lines.append([label(own[0]), len(own), *cells, f"{mean(own, 'train_seconds') / 60:.0f}"])
+    return table(["attention", "seeds", *(title.strip() for title in shown), "minutes"], lines)
+
+
+def calibrations(rows: Rows) -> str:
+    """What zeros cost without training a weight, budget by budget."""
+    head = ["model", "budget, %", "zeros on calibration text, %", "loss on other text, %", "zeros there, %"]
+    head += ["similarity correlation", "partner found before, %", "after, %", "median alpha", "largest", "minutes"]
+    lines = []
+    for row in sorted(rows("calibration"), key=lambda row: (row["model"], float(row["budget"]))):
+        zeros = [f"{100 * (1 - float(row[name])):.1f}" for name in ("density_calibration", "density")]
+        cells = [row["model"], f"{float(row['budget']):g}", zeros[0], f"{float(row['heldout_percent']):+.2f}", zeros[1]]
+        cells += [column([row], "similarity_correlation", 4)]
+        cells += [column([row], name, 1, 100) for name in ("accuracy_before", "accuracy")]
+        cells += [column([row], name) for name in ("alpha_median", "alpha_max")]
+        lines.append([*cells, f"{float(row['seconds']) / 60:.0f}"])
+    return table(head, lines)
+
+
+def tasks(rows: Rows) -> str:
+    """What else is lost, with 95 % intervals of the difference; rows of several seeds follow each other."""
+    lines = []
+    for row in rows("pretrained_tasks"):
+        values = [f"{float(row[name]):.4f}" for name in ("before", "after")]
+        gap = f"{float(row['difference']):+.4f} ({float(row['low']):+.4f} to {float(row['high']):+.4f})"
+        lines.append([row["model"], row["task"], row["measure"], row["units"], *values, gap])
+    return table(["model", "task", "measure", "units", "original", "here", "difference (95 %)"], lines)
+
+
+def commands(found_rows: list[Row]) -> str:
+    """How rows were made, seeds left open, and where."""
+    shown = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in found_rows})
+    lines = "\n".join(f"    {command}" for command in shown)
+    return f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n{machines(found_rows)}.\n"
+
+
+def figure(rows: Rows) -> Figure | None:
+    """Quality against density: every evaluation on the way, and where each setting ended."""
+    known = (("convert_encoder", "spearman", "similarity correlation"), ("convert_smollm2", "perplexity", "perplexity"))
+    groups = [entry for entry in known if rows(entry[0])]
+    if not groups:
+        return None
+    drawn = Figure(figsize=(5.2 * len(groups), 3.6), layout="constrained")
+    for axis, (group, measure, what) in zip(drawn.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+        curves = grouped(rows(f"{group}_curve"), "command")
+        for place, own in enumerate(settings_of(rows, group)):
+            colour = f"C{place % 10}"
+            for row in own:
+                points = [point for point in curves.get((row["command"],), []) if point["stage"] == "training"]
+                axis.plot(numbers(points, "density", 100), numbers(points, measure), color=colour, alpha=0.3, lw=1)
+            ends = numbers(own, "density", 100), numbers(own, measure)
+            axis.plot(*ends, "o", color=colour, label=label(own[0]))
+        if group == "convert_encoder":
+            axis.axhline(0.995, color="grey", linestyle=":", label="our aim")
+        axis.invert_xaxis()
+        axis.set(xlabel="nonzero attention weights, %", ylabel=f"{what} (lines: dev, dots: test)", title=MODELS[group])
+        axis.legend(fontsize="small")
+    return drawn
+
+
+def _encoder(own: list[Row], control: list[Row]) -> tuple[bool, str]:
+    gap = 100 * (mean(own, "accuracy") - mean(control, "accuracy"))
+    here = f"similarity correlation {column(own, 'spearman', 4)}, partners found {gap:+.1f} points"
+    return mean(own, "density") <= 0.1 and mean(own, "spearman") >= 0.995, here
+
+
+def _causal(own: list[Row], control: list[Row]) -> tuple[bool, str]:
+    price = 100 * (mean(own, "perplexity") / mean(control, "perplexity") - 1)
+    return mean(own, "density") <= 0.05 and price <= 0, f"perplexity {price:+.1f} %"
+
+
+#: Our aims: group of rows, what is said, whether rows meet it and how they stand.
+_AIMS: tuple[tuple[str, str, Callable[[list[Row], list[Row]], tuple[bool, str]]], ...] = (
+    ("convert_encoder", "at most 10 % of the weights left, similarity correlation of at least 0.995", _encoder),
+    ("convert_smollm2", "at most 5 % of the weights left at no more loss than the softmax control", _causal),
+)
+
+
+def findings(rows: Rows) -> list[Finding]:
+    """Our own aims for real models: the setting that meets one, else the sparsest."""
+    made = []
+    for group, aim, judge in _AIMS:
+        settings = settings_of(rows, group)
+        control = [row for own in settings for row in pick(own, attention="softmax")]
+        judged = (
+            [(*judge(own, control), own) for own in settings if own[0]["attention"] != "softmax"] if control else []
+        )
+        if not judged:
+            continue
+        holds, here, own = next((entry for entry in reversed(judged) if entry[0]), judged[-1])
+        shown = f"{label(own[0])}: {column(own, 'density', 1, 100)} % left, {here} against the control"
+        reservation = "one seed" if min(len(own), len(control)) == 1 else ""
+        made.append(Finding(f"Our aim: {MODELS[group]}, {aim}", "", shown, found(holds, reservation)))
+    return made

@@ -1,0 +1,83 @@
+"""Tables, figure and verdicts of real pretrained models, from rows written for the purpose."""
+
+import csv
+
+import pytest
+
+from recipes.evidence import pretrained
+from recipes.evidence.rows import Rows
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A folder of results; the function writes a group's rows into it."""
+
+    def write(group, *entries):
+        with open(tmp_path / f"{group}.csv", "w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, list(entries[0]))
+            writer.writeheader()
+            writer.writerows(entries)
+
+    write.read = Rows(tmp_path)
+    return write
+
+
+def _run(attention, seed, density, budget="", **measures):
+    options = f" --loss_budget {budget}" if budget else ""
+    return {"attention": attention, "seed": seed, "density": density, "loss_budget": budget, "density_target": "",
+            "freeze_weights": "False", "lora_rank": 0, "steps": 100, "train_seconds": 60,
+            "command": f"python recipes/convert.py --seed {seed} --attention {attention}{options}", **measures}  # fmt: skip
+
+
+def _encoder(attention, seed, density, spearman, budget="", accuracy=0.9):
+    quality = {"spearman": spearman, "pearson": spearman, "accuracy": accuracy, "accuracy_before": 0.8, "mrr": 0.5}
+    return _run(attention, seed, density, budget, support_encoder_self=50 * density, keys=50, **quality)
+
+
+def test_seeds_of_a_setting_are_one_line_and_the_aim_is_judged(rows):
+    control = [_encoder("softmax", seed, 1.0, 0.999) for seed in (0, 1)]
+    sparse = [_encoder("learned", seed, density, 0.996, "0.1") for seed, density in ((0, 0.08), (1, 0.1))]
+    sparser = [_encoder("learned", seed, 0.05, 0.98, "0.4", accuracy=0.7) for seed in (0, 1)]
+    rows("convert_encoder", *sparser, *sparse, *control)
+    table = pretrained.conversions(rows.read, "convert_encoder").splitlines()
+    assert "perplexity" not in table[0] and len(table) == 5
+    assert table[2].startswith("| softmax | 2 |") and "100.00 ± 0.00" in table[2]
+    assert table[3].startswith(
+        "| learned, budget 0.1 | 2 | 100 ± 0 | 9.00 ± 1.41 | 4.50 ± 0.71 | 50.00 ± 0.00 | 0.9960"
+    )
+    (finding,) = pretrained.findings(rows.read)
+    assert finding.verdict == "found" and "9.0 ± 1.4 % left" in finding.here and "+0.0 points" in finding.here
+    rows("convert_encoder", *sparser, *control[:1])
+    (finding,) = pretrained.findings(rows.read)
+    assert finding.verdict == "not found (one seed)" and "-20.0 points" in finding.here
+
+
+def test_a_causal_model_is_judged_by_its_control(rows):
+    def run(attention, density, perplexity, budget=""):
+        return _run(attention, 0, density, budget, perplexity=perplexity, perplexity_before=20, support_decoder_self=9)
+
+    rows("convert_smollm2", run("learned", 0.04, 16.0, "0.0"), run("softmax", 1.0, 15.5))
+    table = pretrained.conversions(rows.read, "convert_smollm2")
+    assert "Spearman" not in table and "| learned, budget 0.0 | 1 | 100 | 4.00 | 9.00 | 20.00 | 16.00 | 1 |" in table
+    (finding,) = pretrained.findings(rows.read)
+    assert finding.verdict == "not found (one seed)" and "perplexity +3.2 %" in finding.here
+    rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"), run("softmax", 1.0, 15.5))
+    assert pretrained.findings(rows.read)[0].verdict == "found (one seed)"
+
+
+def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
+    row = {"heldout_percent": 1.5, "density": 0.7, "density_calibration": 0.6, "alpha_median": 1.02, "alpha_max": 1.9,
+           "seconds": 120, "similarity_correlation": "", "accuracy_before": "", "accuracy": ""}  # fmt: skip
+    rows("calibration", *({"model": "lm", "budget": budget, **row} for budget in (5.0, 0, 0.5)))
+    table = pretrained.calibrations(rows.read).splitlines()[2:]
+    assert [line.split("|")[2].strip() for line in table] == ["0", "0.5", "5"]
+    assert table[0] == "| lm | 0 | 40.0 | +1.50 | 30.0 |  |  |  | 1.02 | 1.90 | 2 |"
+
+
+def test_the_figure_has_a_panel_for_each_model_with_rows(rows):
+    assert pretrained.figure(rows.read) is None
+    row = _encoder("learned", 0, 0.1, 0.99, "0.1")
+    rows("convert_encoder", row)
+    rows("convert_encoder_curve", {"command": row["command"], "stage": "training", "density": 0.5, "spearman": 0.999})
+    (axis,) = pretrained.figure(rows.read).axes
+    assert [list(line.get_xdata()) for line in axis.lines][:2] == [[50.0], [10.0]]
