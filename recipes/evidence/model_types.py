@@ -39,6 +39,17 @@ def model_types() -> str:
         f"attention. {len(right)} of those that can be patched pass every check that applies to them"
     )
     text += "." if len(right) == len(accepted) else "; what the others (marked \\*) fail stands in the table."
+    if partly := sum(_share(row) != "" for row in accepted):
+        text += (
+            f" The inputs made here reach every attention module of {len(accepted) - partly}; in the list, the other "
+            f"{partly} carry how many of their modules were reached, as (2/4)."
+        )
+    silent = {name: sum(row[name].startswith("n/a") for row in accepted) for name in CHECKS}
+    if named := ", ".join(f"{name} {count}" for name, count in silent.items() if count):
+        text += (
+            f" Types to which a check does not apply, because they read no tokens, have no cache or fail it with softmax "
+            f"too: {named}."
+        )
     if waiting:
         text += f" The table is partial: {len(waiting)} more model types were not checked yet."
     kinds = sorted(distinct(accepted, "kind"), key=lambda kind: (kind.count("+"), kind != "text", kind))
@@ -51,5 +62,15 @@ def model_types() -> str:
 
 
 def _named(rows: list[Row]) -> str:
-    names = [f"`{row['model_type']}`" + r"\*" * bool(row["verdict"] == "accepted" and faults(row)) for row in rows]
+    names = [f"`{row['model_type']}`{_marks(row) if row['verdict'] == 'accepted' else ''}" for row in rows]
     return f"{len(rows)}: {', '.join(names)}"
+
+
+def _marks(row: Row) -> str:
+    return r"\*" * bool(faults(row)) + _share(row)
+
+
+def _share(row: Row) -> str:
+    """How many attention modules of an accepted model type were reached; empty where all were."""
+    run, total = row["sites_run"].split("/")
+    return "" if run == total else f" ({run}/{total})"

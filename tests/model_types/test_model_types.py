@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from building import SIZES, attempts, build, tiny_config
 from checks import Bench
 from inputs import find_runs
@@ -84,7 +85,12 @@ def sample(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_sample(sample, model_type):
-    row, known = sample[model_type], ROWS[model_type]
+    known = ROWS[model_type]
+    if known["transformers"] != transformers.__version__:
+        pytest.skip(f"the table is of transformers {known['transformers']}")
+    row = sample.get(model_type, {"reason": "took too long"})
+    if row["reason"] == "took too long":
+        pytest.fail(f"{model_type} took too long on this machine, so that its checks were not made")
     assert row["verdict"] == known["verdict"], row["reason"]
     assert row["verdict"] in ("accepted", "refused")
     if row["verdict"] == "refused":
@@ -101,8 +107,6 @@ class TestTable:
     def test_every_model_type_has_a_row(self):
         versions = {row["transformers"] for row in ROWS.values() if row["verdict"] != "not checked"}
         assert len(versions) == 1
-        import transformers
-
         if versions != {transformers.__version__}:
             pytest.skip(f"the table is of transformers {versions}")
         assert set(ROWS) == set(model_types())
@@ -120,8 +124,8 @@ class TestTable:
                 assert row["loud_without_plugin"] in ("ok", "n/a: nor for softmax"), name
 
 
-def _bench():
-    cls, config, _ = next(attempts("llama"))
+def _bench(model_type="llama"):
+    cls, config, _ = next(attempts(model_type))
     model = build(cls, config)
     bench = Bench(model, find_runs(model)[0])
     bench.softmax()
@@ -159,6 +163,24 @@ class TestTheChecksSeeFaults:
             }[name]
         )
         assert found <= {"alpha_1_equals_eager", "causal", "padding", "cached", "every_alpha_gets_a_gradient"}
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_on_one_side_alone(self, side, monkeypatch):
+        """An encoder takes padding on both sides: right on one of them is not enough."""
+        import dataclasses
+
+        bench, real = _bench("bert"), interface.attend
+        assert bench.sides == {"left", "right"}
+
+        def attend(query, key, value, alpha, options, backend):
+            given = options.key_padding_mask if options.attention_mask is None else options.attention_mask
+            if given is not None and not given[..., 0 if side == "left" else -1].any():
+                options = dataclasses.replace(options, attention_mask=None, key_padding_mask=None)
+            return real(query, key, value, alpha, options, backend)
+
+        monkeypatch.setattr(interface, "attend", attend)
+        found = {check: answer for check, answer in bench.all().items() if answer != "ok" and answer[:3] != "n/a"}
+        assert found == {"padding": f"padding on the {side} changes the result"}
 
     def test_a_softmax_that_nobody_names(self):
         bench = _bench()
