@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, SmolLM3Config, SmolLM3ForCausalLM
 
-from common.sequences import Row
+from common.sequences import Row, descend
 from hf_entmax import patch_model
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.training import alpha_parameter_groups
@@ -64,19 +64,13 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, steps // 10)))
     generator = torch.Generator().manual_seed(seed)
-    last = []
-    for step in range(steps):
+
+    def loss() -> Tensor:
         starts = torch.randint(len(ids) - block, (size, 1), generator=generator)
         rows = ids[starts + torch.arange(block)]
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step >= steps - max(1, steps // 10):
-            last.append(loss.item())
-    return sum(last) / len(last)
+        return model(input_ids=rows, labels=rows, use_cache=False).loss
+
+    return descend(optimizer, schedule, loss, steps)
 
 
 @torch.no_grad()

@@ -7,10 +7,13 @@ right: the greedy answer then, since each symbol is judged after the right ones 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha
 from hf_entmax.length import AdaptiveScaling, LogScaling
@@ -159,18 +162,28 @@ def train(model: Decoder, task: str, seed: int, steps: int, size: int, longest: 
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, lr, total_steps=steps, pct_start=0.1, anneal_strategy="cos"
     )
-    last = []
-    for step in range(steps):
+
+    def loss() -> Tensor:
         length = int(torch.randint(2 if task == "retrieval" else 1, longest + 1, (), generator=generator))
         ids, wanted = batch(task, size, length, generator)
-        loss = F.cross_entropy(model(ids).flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+        return F.cross_entropy(model(ids).flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
+
+    return descend(optimizer, schedule, loss, steps)
+
+
+def descend(optimizer: Optimizer, schedule: LRScheduler, loss: Callable[[], Tensor], steps: int) -> float:
+    """Steps with gradients clipped to norm 1; returns the mean loss of the last tenth of them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    last = []
+    for step in range(steps):
+        found = loss()
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         if step >= steps - max(1, steps // 10):
-            last.append(loss.item())
+            last.append(found.item())
     return sum(last) / len(last)
 
 

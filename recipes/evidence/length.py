@@ -22,6 +22,18 @@ def accuracies(row: Row) -> dict[int, float]:
     return {int(length): float(value) for length, value in re.findall(r"(\d+)=([\d.]+)", row["accuracies"])}
 
 
+def lines(found: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each attention; where it was measured with several settings, those of each, named after them."""
+    made: dict[str, list[Row]] = {}
+    settings = {row["command"]: re.sub(r" --(seeds|only)( (?!--)\S+)*", "", row["command"]) for row in found}
+    for (name,), own in grouped(found, "row").items():
+        several = distinct([{"of": settings[row["command"]]} for row in own], "of")
+        for one in several:
+            title = name if len(several) == 1 else f"{name} (`{one.partition('.py ')[2]}`)"
+            made[title] = [row for row in own if settings[row["command"]] == one]
+    return made
+
+
 def lengths_table(rows: Rows, task: str) -> str:
     """A line for each attention: mean and spread over its seeds at every length."""
     found = rows("length", task=task)
@@ -29,30 +41,30 @@ def lengths_table(rows: Rows, task: str) -> str:
     trained_at = int(found[0]["train_length"])
     titles = [f"to {n}" if task == "text" else f"{n // trained_at}x" for n in lengths]
     head = ["attention", "seeds", "trained", "alpha", *titles]
-    lines = []
-    for (name,), own in grouped(found, "row").items():
+    listed = []
+    for name, own in lines(found).items():
         values = [accuracies(row) for row in own]
         alphas = [float(row["alpha"]) for row in own if row["alpha"]]
         learned = spread(alphas) if "learned" in name and alphas else ""
         trained = sum(row["trained"] == "True" for row in own)
-        lines.append([name, len(own), trained, learned, *(spread([v[n] for v in values], 1) for n in lengths)])
-    return table(head, lines)
+        listed.append([name, len(own), trained, learned, *(spread([v[n] for v in values], 1) for n in lengths)])
+    return table(head, listed)
 
 
 def beside_the_papers(rows: Rows) -> str:
     """Copy, reverse and sort at the length that the paper reports, beside its numbers and those of the rerun."""
-    lines = []
+    listed = []
     for (task, factor), (paper, rerun) in PAPERS.items():
         own = []
         for name in ("softmax", "entmax 1.5", "ASEntmax"):
-            values = [
-                accuracies(row)[n]
-                for row in rows("length", task=task, row=name)
-                if (n := factor * int(row["train_length"])) in accuracies(row)
-            ]
-            own.append(f"{statistics.fmean(values):.1f}" if values else "not measured")
-        lines.append([f"{task}, {factor}x", " / ".join(own), paper, rerun])
-    return table(["exact match, %: softmax / entmax 1.5 / ASEntmax", "here", "paper", "rerun"], lines)
+            means = []
+            for same in lines(rows("length", task=task, row=name)).values():
+                at = [(accuracies(row), factor * int(row["train_length"])) for row in same]
+                if values := [found[n] for found, n in at if n in found]:
+                    means.append(f"{statistics.fmean(values):.1f}")
+            own.append(" or ".join(means) or "not measured")
+        listed.append([f"{task}, {factor}x", " / ".join(own), paper, rerun])
+    return table(["exact match, %: softmax / entmax 1.5 / ASEntmax", "here", "paper", "rerun"], listed)
 
 
 def figure(rows: Rows) -> Figure | None:
@@ -62,8 +74,8 @@ def figure(rows: Rows) -> Figure | None:
         return None
     drawn = Figure(figsize=(7.5, 4.2), layout="constrained")
     axis = drawn.subplots()
-    for place, name in enumerate(distinct(found, "row")):
-        values = [accuracies(row) for row in found if row["row"] == name]
+    for place, (name, own) in enumerate(lines(found).items()):
+        values = [accuracies(row) for row in own]
         lengths = sorted(values[0])
         means = [statistics.fmean(v[n] for v in values) for n in lengths]
         line = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}

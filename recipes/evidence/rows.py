@@ -115,7 +115,8 @@ def origin(rows: Sequence[Row], *sets: str) -> str:
     """The commands, seeds left open, the hardware and the hours, and the fingerprints of public data sets."""
     commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
     hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
-    runs = f"{len(rows)} runs" if len(rows) > 1 else "One run"
+    trained = sum(row.get("train_seconds") != "" for row in rows)  # other rows test a model of one of these
+    runs = {0: "No run", 1: "One run"}.get(trained, f"{trained} runs")
     lines = "\n".join(f"    {command}" for command in commands)
     named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
     data = f" Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""

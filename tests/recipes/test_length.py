@@ -3,6 +3,7 @@
 import csv
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import hf_entmax
 import length as recipe
 from common import long_text, retrieval, sequences
 from recipes.evidence import length as tables
-from recipes.evidence.rows import Rows
+from recipes.evidence.rows import Rows, origin
 
 
 def run(monkeypatch, *arguments):
@@ -91,7 +92,20 @@ def test_rows_come_once_and_make_a_page(tmp_path, monkeypatch, capsys):
     )
     before = path.read_bytes()
     run(monkeypatch, "sort", *common, *small, "--only", "softmax", "ASEntmax")
+    run(monkeypatch, "sort", *small, *common[:-3], "--only", "softmax", "--seeds", 1)  # said otherwise, the same run
     assert path.read_bytes() == before
+    # What was cut off is made again, and nothing else: a kill came between a model and its lines at test.
+    kept = [line for line in path.read_text().splitlines(True) if "at test,1," not in line.replace('"', "")]
+    assert len(kept) == len(rows) + 1 - len(retrieval.AT_TEST)
+    path.write_text("".join(kept))
+    run(monkeypatch, "max_retrieval", *common, "--steps", 3, "--only", "softmax")
+    with path.open() as lines:
+        again = list(csv.DictReader(lines))
+
+    def measured(found):
+        return sorted((row["task"], row["row"], row["seed"], row["accuracies"]) for row in found)
+
+    assert measured(again) == measured(rows)
     found = Rows(tmp_path)
     table = tables.lengths_table(found, "max_retrieval")
     assert table.count("\n") == 2 + len(retrieval.AT_TEST) + 2 and "| 256x |" in table
@@ -99,6 +113,31 @@ def test_rows_come_once_and_make_a_page(tmp_path, monkeypatch, capsys):
     assert tables.figure(found) is not None and tables.figure(Rows(tmp_path / "none")) is None
     with pytest.raises(SystemExit, match="There is no line"):
         run(monkeypatch, "sort", *common, "--only", "hardmax")
+    # Other settings are another run, and another line of the page.
+    run(monkeypatch, "sort", *common, *small, "--width", 16, "--only", "softmax")
+    named = tables.lines(Rows(tmp_path)("length", task="sort"))
+    assert [len(own) for own in named.values()] == [2, 2, 2] and "ASEntmax" in named
+    assert [name.endswith("--width 16`)") for name in named] == [False, True, False]
+
+
+def test_committed_rows_are_recognised_by_the_command_they_carry(monkeypatch):
+    path = Path(recipe.__file__).parent / "results" / "length.csv"
+    monkeypatch.setattr(sys, "argv", ["recipes/length.py", "max_retrieval", "--steps", "10000", "--seeds", "3"])
+    held = recipe.Lines(recipe.parser().parse_args(sys.argv[1:]))
+    assert held.args.results == path and held.has("softmax", 3) and held.has("entmax 1.5", 4)
+    sys.argv.extend(["--lr", "1e-4"])
+    assert not recipe.Lines(recipe.parser().parse_args(sys.argv[1:])).there
+
+
+def test_what_cannot_be_tested_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(sequences, "train", None)
+    with pytest.raises(SystemExit, match="--length 2 to 16"):
+        run(monkeypatch, "retrieval", "--length", 32, "--results", tmp_path / "length.csv")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text("ab " * 40)
+    monkeypatch.setattr(long_text, "build", None)
+    with pytest.raises(SystemExit, match="tested at up to 128 tokens; the test text has 120"):
+        run(monkeypatch, "text", "--data", tmp_path / "{split}.txt", "--results", tmp_path / "length.csv")
 
 
 def test_perplexity_by_position(tmp_path, monkeypatch):
@@ -122,6 +161,15 @@ def test_perplexity_by_position(tmp_path, monkeypatch):
     }
     folder = tmp_path / "pretrained"
     hf_entmax.unpatch_model(model).save_pretrained(folder)
+    more = ("--model", folder, "--seeds", 0, 1, "--results", tmp_path / "more.csv", "--length", 8, "--data", data)
+    monkeypatch.setattr(long_text, "read", lambda data, split, pretrained, real=long_text.read: real(data, split, ""))
+    run(monkeypatch, "text", *more, "--steps", 0, "--samples", 2, "--only", "entmax 1.5", "ASEntmax", "learned alpha")
+    drawn = Rows(tmp_path)("more")
+    assert [(row["row"].partition(": ")[2], row["seed"]) for row in drawn] == [
+        *(("entmax 1.5", "0"), ("ASEntmax", "0"), ("learned alpha", "0")),
+        ("ASEntmax", "1"),  # the only one whose start is drawn
+    ]
+    assert origin(drawn).count("No run") == 1 and origin(rows).count("3 runs") == 1
     again = long_text.build(sequences.ROWS["learned alpha, log scaling"], str(folder), 0, 0, 0)
     before = {name: p.clone() for name, p in again.named_parameters()}
     assert long_text.train(again, ids, 8, 2, 3, 1e-2, 0, numbers_only=True) > 0
