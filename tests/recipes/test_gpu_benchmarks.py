@@ -2,17 +2,22 @@
 
 import json
 import os
+import subprocess
 import sys
+import time
 import types
 
 import fresh
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
 from recipes.benchmarks.gpu import __main__ as program
+from recipes.benchmarks.gpu import conversion, loss_timings, problems, sanitizer, timings
 from recipes.benchmarks.gpu.compiled import loops
-from recipes.benchmarks.gpu.rows import Rows, read
+from recipes.benchmarks.gpu.rows import Rows, Skip, read
+from recipes.benchmarks.gpu.setting import Setting
 
 
 def statuses(out, part):
@@ -70,14 +75,14 @@ rows.run("first", lambda: {"value": 1})
 CRASH = START + 'rows.run("second", os.abort)\nrows.run("third", lambda: {"value": 3})'
 DEVICE = START + 'rows.run("second", wrong)\nrows.run("third", skipped)'
 PLAIN = START + 'rows.run("second", lambda: {"value": 2})'
-HANG = START + 'rows.run("second", lambda: time.sleep(0 if os.path.exists(sys.argv[1] + "/go") else 60) or {})'
+HANG = START + 'rows.run("second", lambda: time.sleep(0 if os.path.exists(sys.argv[1] + "/go") else 3600) or {})'
 
 
 @pytest.fixture
 def play(monkeypatch, tmp_path):
     """Run parts whose programs are given."""
 
-    def run(programs, minutes=1.0, seconds=30.0):
+    def run(programs, minutes=60.0, seconds=3600.0):
         monkeypatch.setattr(program, "PARTS", {name: program.Part("", seconds) for name in programs})
         monkeypatch.setattr(
             program, "command_of", lambda name, out, *_: [sys.executable, "-c", programs[name], str(out), name]
@@ -101,8 +106,20 @@ def test_a_crash_costs_its_case_and_nothing_else(play, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_budget_cuts_and_a_further_run_goes_on(play, tmp_path):
-    play({"hang": HANG, "plain": PLAIN}, minutes=1.0, seconds=6.0)
+def test_the_budget_cuts_and_a_further_run_goes_on(play, tmp_path, monkeypatch):
+    real = subprocess.Popen.wait
+
+    def wait(process, timeout=None):
+        """The time of the part is over once its second case runs, however slow the machine is."""
+        while timeout is not None and process.poll() is None:
+            if statuses(tmp_path, "hang").get("second") == "started":
+                raise subprocess.TimeoutExpired(process.args, timeout)
+            time.sleep(0.01)
+        return real(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", wait)
+        play({"hang": HANG, "plain": PLAIN})
     assert statuses(tmp_path, "hang") == {"first": "ok", "second": "cut", "whole part": "cut"}
     assert statuses(tmp_path, "plain")["whole part"] == "finished"
     play({"hang": HANG}, minutes=0.01)
@@ -112,6 +129,80 @@ def test_the_budget_cuts_and_a_further_run_goes_on(play, tmp_path):
     play({"hang": HANG, "plain": PLAIN})
     assert statuses(tmp_path, "hang") == {"first": "ok", "second": "ok", "whole part": "finished"}
     assert sum(line["case"] == "first" and line["status"] == "ok" for line in read(tmp_path)) == 2
+
+
+def test_a_case_without_time_is_tried_again(play, tmp_path):
+    slow = START + "from recipes.benchmarks.gpu.rows import Cut\ndef slow(): raise Cut('no time')\n"
+    play({"slow": slow + 'rows.run("second", slow)'})
+    assert statuses(tmp_path, "slow") == {"first": "ok", "second": "cut", "whole part": "cut"}
+    play({"slow": PLAIN})
+    assert statuses(tmp_path, "slow") == {"first": "ok", "second": "ok", "whole part": "finished"}
+
+
+def _no_time(command, timeout, **options):
+    raise subprocess.TimeoutExpired(command, timeout)
+
+
+def test_a_tool_that_takes_too_long_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sanitizer.subprocess, "run", _no_time)
+    sanitizer.run(Rows(tmp_path, "sanitizer"), Setting(tmp_path, True, 60.0))
+    assert set(statuses(tmp_path, "sanitizer").values()) == {"cut"}
+
+
+def test_conversions_go_on_and_need_data(tmp_path, monkeypatch):
+    calls = []
+
+    def run(command, timeout, **options):
+        calls.append(command)
+        return _no_time(command, timeout) if len(calls) < 3 else subprocess.CompletedProcess(command, 0)
+
+    setting = Setting(tmp_path, False, 60.0, tmp_path)
+    monkeypatch.setattr(conversion.subprocess, "run", run)
+    monkeypatch.delenv("HF_ENTMAX_DATA", raising=False)
+    with pytest.raises(Skip, match="HF_ENTMAX_DATA"):
+        conversion.evidence(setting)
+    monkeypatch.setenv("HF_ENTMAX_DATA", str(tmp_path))
+    conversion.run(Rows(tmp_path, "conversion"), setting)
+    assert statuses(tmp_path, "conversion") == {"smollm2": "cut", "evidence": "cut"}
+    conversion.run(Rows(tmp_path, "conversion"), setting)
+    assert statuses(tmp_path, "conversion") == {"smollm2": "ok", "evidence": "ok"}
+    assert calls[0] == calls[2] and calls[0][calls[0].index("--resume") + 1] == "True"
+
+
+@pytest.mark.parametrize("name", ["out", "query", "key", "value", "alpha"])
+def test_nothing_is_timed_that_is_off(name, monkeypatch):
+    real = timings.entmax_attention
+    tensors, alpha = problems.random(2, 2, 70, 16, "cpu"), torch.tensor([1.3, 1.7], requires_grad=True)
+
+    def attention(*inputs, backend, **options):
+        if backend == "triton":
+            place = ("query", "key", "value", "alpha", "out").index(name)
+            inputs = [t * 1.0 for t in inputs]
+            if place < 4:
+                inputs[place].register_hook(lambda grad: grad * 1.2)
+            out = real(*inputs, backend="torch", **options)[0]
+            return out + 0.1 * (name == "out"), None
+        return real(*inputs, backend=backend, **options)
+
+    monkeypatch.setattr(timings, "entmax_attention", lambda *a, backend, **o: real(*a, backend="torch", **o))
+    assert timings.check(tensors, alpha)["alpha"] < 0.05 and "alpha" not in timings.check(tensors, 1.5)
+    monkeypatch.setattr(timings, "entmax_attention", attention)
+    with pytest.raises(ValueError, match=f"in {name}: nothing was timed"):
+        timings.check(tensors, alpha)
+
+
+def test_no_loss_is_timed_that_is_off():
+    logits = torch.randn(8, 300).bfloat16()
+    labels = torch.arange(8)
+    assert max(loss_timings.check(lambda z: loss_timings.entmax_loss(z, labels, 1.5), [logits])) < 0.02
+
+    def off(z):
+        loss = loss_timings.entmax_loss(z, labels, 1.5)
+        return loss if z.dtype == torch.float64 else loss.detach() + 1.2 * (loss - loss.detach())
+
+    with pytest.raises(ValueError, match="its gradients by"):
+        loss_timings.check(off, [logits])
 
 
 def test_a_line_cut_short_is_left_out(tmp_path):

@@ -123,6 +123,9 @@ def run_part(name: str, out: Path, tiny: bool, smollm2: Path | None, end: float)
                 "whole part", "cut", reason=f"its {limit:.0f} s were over; a further run goes on with what is left"
             )
             return
+        if code == 0 and "cut" in (status for case, status in rows.seen.items() if case != "whole part"):
+            rows.write("whole part", "cut", reason="the time of a case was over; a further run tries it again")
+            return
         if code == 0:
             rows.write("whole part", "finished")
             return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
 
-from .rows import Rows, Skip
+from .rows import Cut, Rows, Skip
 from .setting import ROOT, Setting, too_old
 
 #: Eight times the 2.4 million tokens of WikiText-2, within the loss of the softmax model.
@@ -27,7 +28,12 @@ def start(command: list[str], setting: Setting) -> dict[str, Any]:
     """Run a recipe for what is left of the time; it resumes from its last checkpoint when this is run again."""
     if (reason := too_old("transformers", (5, 18))) is not None:
         raise Skip(reason)
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, timeout=max(setting.left, 1.0))
+    if "HF_ENTMAX_DATA" not in os.environ:
+        raise Skip("HF_ENTMAX_DATA names no folder of data: see recipes/data/README.md")
+    try:
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, timeout=max(setting.left, 1.0))
+    except subprocess.TimeoutExpired:
+        raise Cut("the time was over; a further run goes on from the last checkpoint") from None
     return {"status": "ok" if done.returncode == 0 else "failed", "exit_status": done.returncode}
 
 
@@ -41,7 +47,7 @@ def convert(setting: Setting) -> dict[str, Any]:
         "--model",
         str(setting.smollm2),
     ]
-    command += ["--out", str(setting.out / "smollm2-sparse"), *OPTIONS]
+    command += ["--out", str(setting.out / "smollm2-sparse"), "--resume", "True", *OPTIONS]
     return start(command, setting)
 
 

@@ -15,6 +15,10 @@ class Skip(Exception):
     """A case cannot run here; the message says why."""
 
 
+class Cut(Exception):
+    """The time of a case was over; a further run tries it again."""
+
+
 class Rows:
     """The lines of one part in ``rows.jsonl``.
 
@@ -58,6 +62,8 @@ class Rows:
             values = function()
         except Skip as reason:
             self.write(case, "skipped", reason=str(reason))
+        except Cut as reason:
+            self.write(case, "cut", reason=str(reason))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"[:2000]
             self.write(case, "failed", reason=text, traceback=traceback.format_exc()[-4000:])

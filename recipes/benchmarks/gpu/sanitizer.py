@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .rows import Rows, Skip
+from .rows import Cut, Rows, Skip
 from .setting import ROOT, Setting
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -39,6 +39,7 @@ def check(tool: str, case: str, setting: Setting) -> dict[str, Any]:
     watched = [] if found is None else [found, "--tool", tool, "--error-exitcode", "99", "--print-limit", "5"]
     # Memory that PyTorch keeps for later use would hide what lies beyond a tensor.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    limit = max(min(LIMIT, setting.left), 0.0)
     try:
         done = subprocess.run(
             [*watched, *program],
@@ -46,10 +47,10 @@ def check(tool: str, case: str, setting: Setting) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=min(LIMIT, setting.left),
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
-        raise Skip(f"not done within {min(LIMIT, setting.left):.0f} s") from None
+        raise Cut(f"not done within {limit:.0f} s") from None
     text = done.stdout + done.stderr
     errors = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", text)
     status = "ok" if done.returncode == 0 else "wrong"

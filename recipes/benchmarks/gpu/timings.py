@@ -50,6 +50,8 @@ TOKENS, WIDTH = 32768, 1024
 #: The largest ratio of our time to theirs, for forward + backward.
 SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash_v1": 1.0, "adasplash_v2": 1.0}
 DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
+#: The largest error of an output, and of a gradient.
+BOUNDS = (0.03, 0.05)
 
 
 def run(rows: Rows, setting: Setting) -> None:
@@ -71,7 +73,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
         share = problems.empty_share(tensors, alpha)
     else:
         tensors, share = problems.sparse(shape, case.empty, alpha, setting.device)
-    error = check(tensors, alpha)
+    errors = {"learned": check(tensors, alpha), "1.5": check(tensors, 1.5)}
     functions = implementations(tensors, alpha, eager=case.length <= 2048)
     left_out = drop_failing(functions)
     grad_out = torch.randn_like(tensors[2])
@@ -83,7 +85,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     def both(attend: Attend) -> Callable[[], object]:
         return lambda: torch.autograd.grad(attend(), leaves, grad_out, allow_unused=True)
 
-    found: dict[str, Any] = {"shape": shape, "empty_tiles": round(share, 4), "error": error, "left_out": left_out}
+    found: dict[str, Any] = {"shape": shape, "empty_tiles": round(share, 4), "errors": errors, "left_out": left_out}
     for mode, wrap in (("forward", forward), ("forward+backward", both)):
         calls = {name: wrap(function) for name, function in functions.items()}
         found[mode] = figures(setting.times(calls, seconds=8.0))
@@ -102,20 +104,35 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def check(tensors: list[Tensor], alpha: Tensor) -> float:
-    """The error of the last queries of one head against float64.
+def check(tensors: list[Tensor], alpha: Tensor | float) -> dict[str, float]:
+    """Errors of one head at its last queries against float64: of the output, and of the gradients that these queries make.
+
+    Those of a gradient are relative to its largest entry.
 
     Raises:
-        ValueError: if it is not what bfloat16 explains.
+        ValueError: if one is not what bfloat16 explains.
     """
-    with torch.no_grad():
-        out = entmax_attention(*tensors, alpha, is_causal=True, backend="triton")[0][:1, -1:, -64:].double()
-        last = [tensors[0][:1, -1:, -64:].double(), *(t[:1, -1:].double() for t in tensors[1:])]
-        expected = entmax_attention(*last, alpha[-1:].double(), is_causal=True, backend="torch")[0]
-    error = float((out - expected).abs().max())
-    if not error < 0.03:
-        raise ValueError(f"the kernel is off by {error:.3g}: nothing was timed")
-    return error
+    out = entmax_attention(*tensors, alpha, is_causal=True, backend="triton")[0]
+    part = (slice(0, 1), slice(-1, None), slice(-64, None))
+    grad_out = torch.zeros_like(out)
+    grad_out[part] = torch.randn_like(out[part])
+    ours, exact = [*tensors], [t[:1, -1:].detach().double().requires_grad_() for t in tensors]
+    exact[0] = exact[0][:, :, -64:].detach().requires_grad_()
+    last: Tensor | float = alpha
+    if isinstance(alpha, Tensor):
+        last = alpha[-1:].detach().double().requires_grad_()
+        ours, exact = [*ours, alpha], [*exact, last]
+    expected = entmax_attention(*exact[:3], last, is_causal=True, backend="torch")[0]
+    errors = {"out": float((out[part].double() - expected).abs().max())}
+    found = torch.autograd.grad(out, ours, grad_out)
+    wanted = torch.autograd.grad(expected, exact, grad_out[part].double())
+    for name, got, want in zip(("query", "key", "value", "alpha"), found, wanted, strict=False):
+        got = got[-1:] if name == "alpha" else got[part] if name == "query" else got[:1, -1:]
+        errors[name] = float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-4))
+    for name, error in errors.items():
+        if not error < BOUNDS[name != "out"]:
+            raise ValueError(f"the kernel is off by {error:.3g} in {name}: nothing was timed")
+    return errors
 
 
 def implementations(tensors: list[Tensor], alpha: Tensor, *, eager: bool) -> dict[str, Attend]:
