@@ -7,8 +7,9 @@ A causal model predicts the next token of WikiText-2 (``--text``) and of sentenc
 accuracy, and expected calibration error (15 bins of equal width, Guo et al. 2017). It also completes the sentences of
 ``recipes/data/cloze.tsv`` with one of four words. A sentence encoder (mean of the tokens) finds the partner of a text among 64
 (``--pairs``), keeps or loses the order of all similarities (Spearman's correlation with the reference), and serves a logistic
-regression that tells the five genres of English-EWT apart. Each measure is a row with a 95 % interval of the difference, from
-1,000 bootstrap samples of blocks, sentences or pairs, the same for both models.
+regression that tells the five genres of English-EWT apart. Pairs beyond the last full 64 are left out. Each measure is a row
+with a 95 % interval of the difference, from 1,000 bootstrap samples of blocks, sentences or pairs, the same for both models.
+Rows that the file has are not made again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich import print
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from common.batches import evenly
 from common.blocks import collate, cut, encode
 from common.results import Results, columns, command, hardware, versions
 from common.sentences import embed, read_text_pairs, spearman
@@ -121,23 +123,22 @@ def encoder_tasks(
         return similarities[id(model)]
 
     def partner(model: Any) -> Units:
-        blocks = both(model).split(64)
-        chosen = [
-            row[:, 64 * i : 64 * i + len(row)].argmax(1) == torch.arange(len(row)) for i, row in enumerate(blocks)
-        ]
+        size = min(64, len(texts))
+        blocks = both(model)[: len(texts) // size * size].split(size)
+        chosen = [row[:, size * i : size * (i + 1)].argmax(1) == torch.arange(size) for i, row in enumerate(blocks)]
         return [value.view(1, 1).float() for value in torch.cat(chosen)]
 
     def with_reference(model: Any) -> Units:
-        reference = next(iter(similarities.values()))
-        return [torch.stack([a, b]) for a, b in zip(both(model), reference, strict=True)]
+        own = both(model)
+        reference = next(iter(similarities.values()))  # of the first model that was asked
+        return [torch.stack([a, b]) for a, b in zip(own, reference, strict=True)]
 
     yield "partner", partner, mean
     yield "similarity", with_reference, {"spearman": spearman}
     data = {}
     for split, count in (("train", args.sentences), ("dev", None)):
         found = read_conllu(find(args.treebank.replace("{split}", split)))
-        # The file goes genre by genre: take every n-th sentence.
-        found = found[:: max(1, len(found) // count)] if count else found
+        found = evenly(found, count) if count else found  # the file goes genre by genre
         data[split] = [sentence.text for sentence in found], [sentence.sent_id.split("-")[0] for sentence in found]
 
     def genre(model: Any) -> Units:
@@ -169,15 +170,21 @@ def main() -> None:
     args = parse()
     results = Results(args.out, FIELDS)
     called = command(("--out",))
-    if results.has(command=called):
-        raise SystemExit(f"{args.out} has these rows already.")
     tokenizer = AutoTokenizer.from_pretrained(args.reference)
     causal = any("CausalLM" in name for name in AutoConfig.from_pretrained(args.reference).architectures or ())
     auto: Any = AutoModelForCausalLM if causal else AutoModel
-    models = [auto.from_pretrained(where, dtype=torch.float32).eval() for where in (args.reference, args.model)]
+    models: list[Any] = []
     for task, measure, figures in (causal_tasks if causal else encoder_tasks)(args, tokenizer):
+        missing = {name for name in figures if not results.has(command=called, task=task, measure=name)}
+        if not missing:
+            continue
+        if not models:
+            places = (args.reference, args.model)
+            models = [auto.from_pretrained(where, dtype=torch.float32).eval() for where in places]
         before, after = (measure(model) for model in models)
         for name, figure in figures.items():
+            if name not in missing:
+                continue
             values = [figure(torch.cat(units, -1)) for units in (before, after)]
             # Resampling ranks of all pairs of texts a thousand times takes long and says little more.
             low, high = interval(before, after, figure, 100 if name == "spearman" else 1000)
@@ -200,6 +207,8 @@ def main() -> None:
                 **{key: round(value, 5) for key, value in numbers.items()},
             )
             print(f"{task} {name}: {values[0]:.4f} -> {values[1]:.4f} (difference {low:+.4f} ... {high:+.4f})")
+    if not models:
+        raise SystemExit(f"{args.out} has these rows already.")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from test_calibrate import _folder, _texts
 
 import hf_entmax
 import pretrained_tasks
+from common.batches import evenly
 
 
 def _run(monkeypatch, folder, *words):
@@ -83,6 +84,11 @@ def test_a_causal_model_beside_its_original(tmp_path, monkeypatch):
     assert float(row["low"]) <= float(row["difference"]) <= float(row["high"]) and float(row["difference"]) != 0
     with pytest.raises(SystemExit, match="already"):
         _run(monkeypatch, tmp_path, "--model", sparse, *words)
+    # A run that broke off is completed, row by row.
+    book = tmp_path / "rows.csv"
+    book.write_text("".join(book.read_text().splitlines(True)[:-3]))
+    again = _run(monkeypatch, tmp_path, "--model", sparse, *words)
+    assert again == rows and len(book.read_text().splitlines()) == 15
 
 
 def test_a_sentence_encoder_beside_its_original(tmp_path, monkeypatch):
@@ -92,7 +98,7 @@ def test_a_sentence_encoder_beside_its_original(tmp_path, monkeypatch):
     sparse = tmp_path / "sparse"
     hf_entmax.patch_model(model, alpha=2.0).save_pretrained(sparse)
     with gzip.open(tmp_path / "pairs.jsonl.gz", "wt", encoding="utf-8") as file:
-        for text in _texts(8, 6):
+        for text in _texts(70, 6):
             file.write(json.dumps({"source": [text], "target": [text]}) + "\n")
     words = [
         "--reference",
@@ -103,12 +109,21 @@ def test_a_sentence_encoder_beside_its_original(tmp_path, monkeypatch):
         _treebank(tmp_path),
         "--block",
         16,
+        "--sentences",
+        9,
     ]
+    trained = []
+    monkeypatch.setattr(pretrained_tasks, "evenly", lambda *given: trained.append(evenly(*given)) or trained[-1])
     rows = _run(monkeypatch, tmp_path, "--model", sparse, *words)
     name = f"{tmp_path.name}/sparse"
-    assert float(rows["partner", "accuracy", name]["after"]) == 1  # every text is its own partner
+    # Every text is its own partner; the last 6 would have been sought among 6.
+    assert float(rows["partner", "accuracy", name]["after"]) == 1 and rows["partner", "accuracy", name]["units"] == "64"
     assert float(rows["similarity", "spearman", name]["before"]) == 1
     assert 0.5 < float(rows["similarity", "spearman", name]["after"]) < 1
     assert (
         0 <= float(rows["genre", "accuracy", name]["after"]) <= 1 and rows["genre", "accuracy", name]["units"] == "12"
     )
+    assert [len(sentences) for sentences in trained] == [9]
+    book = tmp_path / "rows.csv"
+    book.write_text("".join(line for line in book.read_text().splitlines(True) if ",similarity," not in line))
+    assert _run(monkeypatch, tmp_path, "--model", sparse, *words) == rows
