@@ -2,8 +2,11 @@
 
 import dataclasses
 import importlib
+import itertools
+import json
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,35 +25,18 @@ SHELL = [
 assert PYTHON and SHELL
 
 
-def _word_tokenizer(directory):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = [
-        "<pad>",
-        "<s>",
-        "</s>",
-        "<unk>",
-        *["translate", "English", "to", "German", ":", "How", "old", "are", "you", "?"],
-    ]
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = tf.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    tokenizer.save_pretrained(directory)
-
-
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def offline_hub(tmp_path, monkeypatch):
     """A directory in which the Hub id of the README is a tiny model of the same class."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "google-t5" / "t5-small"
     tiny.build("t5").save_pretrained(folder)
-    _word_tokenizer(folder)
+    words = ["translate", "English", "to", "German", ":", "How", "old", "are", "you", "?"]
+    tiny.tokenizer(["<pad>", "<s>", "</s>", "<unk>", *words]).save_pretrained(folder)
     return tmp_path
 
 
-def test_python_blocks(workplace):
+def test_python_blocks(offline_hub):
     ids = torch.randint(3, tiny.VOCAB, (8, 6))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     arguments = tf.TrainingArguments(
@@ -97,6 +83,44 @@ def test_shell_lines(line, tmp_path):
             assert {w.split("=")[0] for w in words if w.startswith("--")} <= known
         configs = [w for w in words if w.endswith(".yaml")]
         assert all((ROOT / config).exists() for config in configs)
+
+
+def test_folders_that_a_line_reads_are_made_by_one_above():
+    made = ["quickstart-output"]
+    for line in SHELL:
+        words = shlex.split(line, comments=True)
+        out = words[words.index("--out") + 1] if "--out" in words else words[-1]
+        read = [word for word in words if word.startswith(("runs/", "models/")) and word != out]
+        assert all(any(f"{word}/".startswith(f"{folder}/") for folder in made) for word in read), line
+        made.append(out)
+
+
+def test_figures_of_the_quickstart_are_those_of_its_committed_results():
+    found = json.loads((ROOT / "recipes" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    part = README.partition("## What the quickstart finds")[2].partition("\n## Long texts")[0]
+    text = " ".join(part.split())
+    before, after = (found["accuracy"][name] for name in ("before", "after"))
+    for group in ("regular", "irregular", "mixed", "present"):
+        shares = " | ".join(f"{100 * column[group]['share']:.1f} %" for column in (before, after))
+        assert f"| {before[group]['total']:,} | {shares} |" in text
+    sites = ("encoder_self", "cross", "decoder_self")
+
+    def mean(layers):
+        return statistics.fmean(torch.tensor(layers).flatten().tolist())
+
+    kept = [f"{100 * mean(found['density'][site]):.0f} %" for site in sites]
+    assert "{} in encoder self-attention, {} in cross-attention, {} in decoder self-attention".format(*kept) in text
+    diverse = [[mean(found["head_diversity_nats"][when][site]) for when in ("before", "after")] for site in sites]
+    assert "{:.2f} to {:.2f}, {:.2f} to {:.2f} and {:.2f} to {:.2f} nats".format(*itertools.chain(*diverse)) in text
+    alphas = [alpha for site in sites for layer in found["alpha"][site] for alpha in layer]
+    assert f"alphas between {min(alphas):.2f} and {max(alphas):.2f}" in text
+    assert f"{found['verbs']['train']:,} English verbs" in text and f"{found['verbs']['held_out']} verbs whose" in text
+    assert all(f"{steps:,}" in text for steps in found["steps_done"].values())
+    shares = {name: f"{100 * found['output'][name]:.0f} %" for name in ("optimal", "exhaustive", "single")}
+    assert f"({found['output']['total']} of the questions" in text and f"{shares['optimal']} of the answers" in text
+    assert f"known for {shares['exhaustive']}, and for {shares['single']} there is only one" in text
+    tree = [float(share) for share in re.findall(r"p = ([\d.]+) %", part)]
+    assert tree == [round(100 * p, 1) for p in found["output"]["hypotheses_of"]["<past> dream"].values()]
 
 
 def test_files_and_figures_that_the_readme_names_exist():

@@ -136,3 +136,16 @@ def inputs(family: str, batch: int = 3, length: int = 9, seed: int = 0, labels: 
         batch_["labels"] = draw(batch, length - 2) if family in ENCODER_DECODERS else batch_["input_ids"].clone()
         batch_.pop("decoder_input_ids", None)
     return batch_
+
+
+def tokenizer(words=(), **tokens):
+    """One id for each word, "w0" to "w36" unless others are given; the first four stand for padding, start, end and unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = words or [f"w{number}" for number in range(VOCAB)]
+    tokens = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words, strict=False)) | tokens
+    raw = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=tokens["unk_token"])
+    )
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, **tokens)

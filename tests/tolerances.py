@@ -11,6 +11,9 @@ import torch
 
 FORWARD = {torch.float64: 1e-9, torch.float32: 2e-6}
 GRADIENT = {torch.float64: 1e-9, torch.float32: 1e-4}
+LOSS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Losses are in nats, of any size: relative."""
+
 measured: list[float] = []
 """Errors as shares of what is allowed, of all assertions so far; whoever reports them empties it."""
 
@@ -50,6 +53,13 @@ def assert_gradient(actual: torch.Tensor | None, expected: torch.Tensor, dtype: 
     error, bound = relative_error(actual, expected), GRADIENT[dtype or actual.dtype]
     measured.append(error / bound)
     assert error <= bound, f"relative gradient error {error:.3g} exceeds {bound:.3g}"
+
+
+def assert_loss(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Assert that losses of inputs of a dtype agree within its tolerance."""
+    error, bound = absolute_error(actual, expected), LOSS[dtype] * abs(float(expected))
+    measured.append(error / bound)
+    assert error <= bound, f"error of the loss {error:.3g} exceeds {bound:.3g}"
 
 
 def assert_half(actual: torch.Tensor, plain: torch.Tensor, expected: torch.Tensor) -> None:

@@ -433,10 +433,7 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path, kind, output_alpha, refused)
 def test_trl_trains_with_the_entmax_loss(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
 
-    words = models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w1")
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w2")
     model = patch_model(tiny.build("llama"), alpha=1.5, output_alpha=1.5)
     rows = [{"input_ids": [5, 6, 7, 8, 9, 10]}, {"input_ids": [11, 12, 13, 14]}]
     arguments = trl.SFTConfig(
@@ -444,7 +441,7 @@ def test_trl_trains_with_the_entmax_loss(tmp_path):
         per_device_train_batch_size=2, learning_rate=0.0, save_strategy="no",
     )  # fmt: skip
     data = Dataset.from_list(rows)
-    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tiny.tokenizer())
     batch = next(iter(trainer.get_train_dataloader()))
     expected = entmax_loss(model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:], 1.5)
     trainer.train()

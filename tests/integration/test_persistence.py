@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import fresh
@@ -106,6 +108,21 @@ def test_without_the_plugin_loading_raises(options, tmp_path):
     run = fresh.run(_FRESH.format(plugin="", auto="AutoModelForSeq2SeqLM"), tmp_path, "-", "-")
     assert run.returncode != 0
     assert "ValueError" in run.stderr and "hf_entmax" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_new_interpreter_loads_it_only_with_the_plugin(tmp_path):
+    """Nothing that this process holds, or those that are forked from it, has a part in that."""
+    _patched("bart").save_pretrained(tmp_path)
+    code = (
+        "import sys, transformers\n"
+        "try: transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])\n"
+        "except ValueError as error: print('refused:', 'hf_entmax' in str(error), 'hf_entmax' in sys.modules)\n"
+        "import hf_entmax\n"
+        "print(hf_entmax.is_patched(transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert run.stdout.split("\n")[:2] == ["refused: True False", "True"], run.stdout + run.stderr
 
 
 def test_base_model_and_other_heads_load_from_the_same_checkpoint(tmp_path):

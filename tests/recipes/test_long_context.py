@@ -6,8 +6,6 @@ import sys
 import pytest
 import tiny_models as tiny
 import torch
-import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hf_entmax
 import long_context
@@ -21,9 +19,7 @@ def folder(tmp_path):
     model = hf_entmax.patch_model(tiny.build("mistral", sliding_window=None, max_position_embeddings=256))
     hf_entmax.set_alphas(model, {"decoder_self": torch.tensor([[1.2, 1.4, 1.6, 1.9], [1.9, 1.5, 1.3, 1.7]])})
     model.save_pretrained(tmp_path / "model")
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w3"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="w0").save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
     draw = torch.randint(3, tiny.VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
     lines = [" ".join(WORDS[number] for number in line) for line in draw.tolist()]
     (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
@@ -47,7 +43,7 @@ def test_whole_model(folder, monkeypatch, capsys):
     assert [(row["length"], row["batch"]) for row in rows] == [("96", "1"), ("96", "2"), ("160", "1"), ("160", "2")]
     for row in rows:
         ratio = float(row["tokens_per_second"]) / float(row["softmax_tokens_per_second"])
-        assert float(row["ratio"]) == pytest.approx(ratio, abs=0.01)
+        assert float(row["ratio"]) == pytest.approx(ratio, rel=0.02, abs=0.006)  # all three are rounded
         assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["bits"] == "4"
         # Two layers, two key heads of 8 channels, the token that was decoded last among them.
         cached = int(row["batch"]) * 2 * 2 * 2 * 8 * 4 * (int(row["length"]) + 3)

@@ -15,15 +15,6 @@ from hf_entmax import alphas, is_patched, patch_model
 pytestmark = pytest.mark.slow
 
 
-def _tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w3"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = dict(pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3", mask_token="w4")
-    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, **tokens)
-
-
 @pytest.mark.parametrize(
     ("task", "family", "text", "options"),
     [
@@ -35,7 +26,7 @@ def _tokenizer():
 @pytest.mark.works_with("pipelines", "text-generation, fill-mask, feature-extraction from a saved model")
 def test_pipelines_load_and_run(tmp_path, task, family, text, options):
     patch_model(tiny.build(family), alpha=1.5).save_pretrained(tmp_path)
-    _tokenizer().save_pretrained(tmp_path)
+    tiny.tokenizer(mask_token="w4").save_pretrained(tmp_path)
     pipeline = tf.pipeline(task, model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert is_patched(pipeline.model)
     assert len(pipeline(text, **options)) and len(pipeline([text, text], batch_size=2, **options)) == 2

@@ -74,12 +74,7 @@ def test_nnsight_reads_attention():
 
 @pytest.fixture
 def folder(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w0"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = dict(pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0")
-    tf.PreTrainedTokenizerFast(tokenizer_object=raw, **tokens).save_pretrained(tmp_path)
+    tiny.tokenizer(unk_token="w0").save_pretrained(tmp_path)
     _sparse("llama").save_pretrained(tmp_path)
     return tmp_path
 

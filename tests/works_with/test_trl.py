@@ -5,7 +5,6 @@ import itertools
 import pytest
 import tiny_models as tiny
 import torch
-import transformers as tf
 
 from hf_entmax import alphas, is_patched, patch_model
 
@@ -30,13 +29,7 @@ def trl():
 
 @pytest.fixture
 def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w3"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = tf.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3"
-    )
+    made = tiny.tokenizer()
     made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     return made
 
