@@ -170,12 +170,16 @@ def bench(
 app.command("analyze")(analyze_command)
 
 
-def _load(model: str, auto_class: str | None) -> Any:
-    import transformers
-
+def _check_folder(model: str) -> None:
     looks_like_a_folder = model.startswith((".", "~", "/")) or model.count("/") > 1 or Path(model).is_absolute()
     if looks_like_a_folder and not Path(model).is_dir():
         raise ValueError(f"There is no folder {model}: give one that holds a saved model, or a Hub id (owner/name).")
+
+
+def _load(model: str, auto_class: str | None) -> Any:
+    import transformers
+
+    _check_folder(model)
     if auto_class is None:
         config = transformers.AutoConfig.from_pretrained(model)
         names = getattr(config, "architectures", None) or []
@@ -199,6 +203,7 @@ def _examine(model: str) -> None:
     from hf_entmax.integration.discovery import attention_sites, check_supported
     from hf_entmax.integration.model_classes import model_classes
 
+    _check_folder(model)
     if model in transformers.CONFIG_MAPPING and not Path(model).exists():
         config = transformers.AutoConfig.for_model(model)
     else:
@@ -206,9 +211,18 @@ def _examine(model: str) -> None:
     name = (config.architectures or [""])[0]
     found = [getattr(transformers, name)] if hasattr(transformers, name) else model_classes(config)
     if not found:
-        raise ValueError(f"Transformers has no model for configurations of model_type {config.model_type!r} alone.")
-    with torch.device("meta"):
-        built = found[0](config)
+        raise ValueError(
+            f"Transformers has no model for configurations of model_type {config.model_type!r} alone: "
+            "give the model that it is a part of."
+        )
+    try:
+        with torch.device("meta"):
+            built = found[0](config)
+    except ImportError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{found[0].__name__} cannot be built from this configuration. {said}") from error
     try:
         check_supported(built)
     except ValueError as error:

@@ -105,9 +105,10 @@ def test_every_command_has_help():
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./missing", "../a/b"])
 def test_patch_names_a_folder_that_is_not_there(tmp_path, name):
-    result = run(app, ["patch", name, "--out", str(tmp_path / "sparse")])
-    assert result.exit_code == 1
-    assert f"There is no folder {name}" in str(result.exception)
+    for arguments in (["patch", name, "--out", str(tmp_path / "sparse")], ["doctor", name]):
+        result = run(app, arguments)
+        assert result.exit_code == 1
+        assert f"There is no folder {name}" in str(result.exception)
 
 
 def test_doctor_judges_a_model_by_its_configuration(tmp_path):
@@ -124,5 +125,9 @@ def test_doctor_judges_a_model_by_its_configuration(tmp_path):
     assert "BartForConditionalGeneration" in said.output and "cross" in said.output
     said = run(app, ["doctor", "maskformer-swin"])
     assert said.exit_code == 1 and "cannot be patched" in said.output.replace("\n", " ")
+    said = run(app, ["doctor", "nemotron"])  # a default configuration that is not whole
+    assert isinstance(said.exception, ValueError) and "NemotronForCausalLM cannot be built" in str(said.exception)
+    said = run(app, ["doctor", "sam_mask_decoder"])
+    assert "the model that it is a part of" in str(said.exception)
     refused = run(app, ["doctor", "gptj"])
     assert refused.exit_code == 1 and "cannot be patched" in refused.output.replace("\n", " ")

@@ -154,7 +154,7 @@ def write_model_card(model: PreTrainedModel, directory: str | os.PathLike[str]) 
         The path, or None where what is there was left as it was.
     """
     path = Path(directory) / "README.md"
-    if path.exists():
+    if os.path.lexists(path):  # a link that leads nowhere is somebody's as well
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         if MARKER not in text and _EMPTY_CARD not in text:
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Iterator
@@ -21,9 +23,19 @@ _ROUTER_CLASS = re.compile(r"Router|Gating|Gate$|MoE$")
 _ROUTER_CODE = re.compile(r"expert|router", re.IGNORECASE)
 
 
+@functools.cache
+def _calls_interface(forward: object) -> bool:
+    codes = list(_codes(inspect.unwrap(forward)))  # type: ignore[arg-type]
+    if not any(_INTERFACE in code.co_names for code in codes):
+        return False
+    # getattr(ALL_ATTENTION_FUNCTIONS, name, eager) finds no function whatever the name: Kosmos-2.5's images stay softmax.
+    loads = [[step.argval for step in dis.get_instructions(c) if step.opname.startswith("LOAD")] for c in codes]
+    return not any(pair == ("getattr", _INTERFACE) for code in loads for pair in itertools.pairwise(code))
+
+
 def uses_interface(module: nn.Module) -> bool:
-    """Whether a module calls Transformers' attention interface: whether its own ``forward`` names it."""
-    return _INTERFACE in _names(type(module).forward)
+    """Whether a module calls Transformers' attention interface: whether its own ``forward`` asks it for a function."""
+    return _calls_interface(type(module).forward)
 
 
 def reads_mask_as_boolean(module: nn.Module) -> bool:
@@ -46,14 +58,16 @@ def has_own_softmax(module: nn.Module) -> bool:
 
 @functools.cache
 def _computes_softmax(cls: type[nn.Module]) -> bool:
-    return any(_SOFTMAX.fullmatch(name) for function in _called(cls) for name in _names(function))
+    # What a name stands for may be called otherwise: from torch import softmax as normalize.
+    meant = ((name, function.__globals__.get(name)) for function in _called(cls) for name in _names(function))
+    return any(_SOFTMAX.fullmatch(word) for name, used in meant for word in (name, str(getattr(used, "__name__", ""))))
 
 
 @functools.cache
 def _is_router(cls: type[nn.Module]) -> bool:
     if _ROUTER_CLASS.search(cls.__name__):
         return True
-    codes = [code for function in _called(cls) for code in _codes(function.__code__)]
+    codes = [code for function in _called(cls) for code in _codes(function)]
     return any(_ROUTER_CODE.search(name) for code in codes for name in (*code.co_names, *code.co_varnames))
 
 
@@ -85,12 +99,13 @@ def _methods(cls: type[nn.Module], name: str, *, every: bool) -> list[types.Func
 
 def _names(function: object) -> set[str]:
     """All names that a function's code uses, those of the functions inside it too."""
-    code = getattr(inspect.unwrap(function), "__code__", None)  # type: ignore[arg-type]
-    return set() if code is None else {name for part in _codes(code) for name in part.co_names}
+    return {name for code in _codes(inspect.unwrap(function)) for name in code.co_names}  # type: ignore[arg-type]
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+def _codes(holder: object) -> Iterator[types.CodeType]:
+    """The code of a function, or that code itself, and of the functions inside it."""
+    code = getattr(holder, "__code__", holder)
+    if isinstance(code, types.CodeType):
+        yield code
+        for constant in code.co_consts:
             yield from _codes(constant)

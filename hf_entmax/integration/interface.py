@@ -251,8 +251,8 @@ def _chosen_blocks(module: nn.Module, indices: Tensor, heads: int, length: int) 
     return blocks.repeat_interleave(size, -1)[..., :length].repeat_interleave(heads // indices.shape[1], 1)
 
 
-#: The position ids that were looked at last: all layers of one forward pass get the same.
-_seen_positions: weakref.ref[Tensor] | None = None
+#: The position ids that were looked at last, and whether beside a mask: all layers of one forward pass get the same.
+_seen_positions: tuple[weakref.ref[Tensor], bool] | None = None
 
 
 def _warn_of_packing(position_ids: Any, options: AttentionOptions, length_q: int, length_k: int) -> None:
@@ -264,9 +264,11 @@ def _warn_of_packing(position_ids: Any, options: AttentionOptions, length_q: int
     global _seen_positions
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not 2 <= position_ids.shape[1] == length_q:
         return
-    if not values_visible(position_ids) or (_seen_positions is not None and _seen_positions() is position_ids):
+    masked = options.attention_mask is not None
+    seen = _seen_positions is not None and _seen_positions[0]() is position_ids and _seen_positions[1] == masked
+    if seen or not values_visible(position_ids):
         return
-    _seen_positions = weakref.ref(position_ids)
+    _seen_positions = weakref.ref(position_ids), masked
     row, token = (position_ids.diff(dim=-1) < 0).nonzero(as_tuple=True)
     if not row.numel():
         return

@@ -17,7 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from hf_entmax.ops import dense
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.solve import recorded
+from hf_entmax.ops.solve import recorded, traced
 from hf_entmax.ops.sparse_rows import SparseRows
 
 Backend = Literal["auto", "torch", "numba", "triton"]
@@ -157,6 +157,8 @@ def kernel_module(
         module = "" if candidate is None else kernel_package(candidate)
         usable = not isinstance(module, str) and module.unsupported(query, key, value, alpha, options) is None
         return module if usable else None  # type: ignore[return-value]
+    if traced():
+        raise ValueError(f"backend={name!r} cannot be recorded by torch.jit.trace. Use backend='auto' or 'torch'.")
     module = kernel_package(name)
     if isinstance(module, str):
         raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")

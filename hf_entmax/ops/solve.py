@@ -122,16 +122,17 @@ def values_visible(tensor: Tensor) -> bool:
 
 
 def checked(u: Tensor) -> Tensor:
-    """Refuse ``u < 0`` where looking at it is free; elsewhere turn it into NaN, so that it cannot pass unseen."""
+    """Refuse ``u < 0`` and infinity where looking is free; elsewhere turn them into NaN, so that they cannot pass unseen."""
+    right = (u >= 0) & (u < math.inf)
     if u.device.type == "cpu" and values_visible(u):
-        if not bool((u >= 0).all()):
-            worst = float(u.detach().nan_to_num(nan=-math.inf).min()) + 1
+        if not bool(right.all()):
+            worst = float(u.detach()[~right].nan_to_num(nan=-math.inf, posinf=math.inf).min()) + 1
             raise ValueError(
-                f"alpha contains {'NaN' if math.isinf(worst) else worst}, but entmax is defined for alpha >= 1 "
+                f"alpha contains {'NaN' if worst == -math.inf else worst}, but entmax is defined for finite alpha >= 1 "
                 "(1 is softmax, 2 sparsemax). Bound a learned alpha, for example by 1 + sigmoid(a)."
             )
         return u
-    return torch.where(u >= 0, u, torch.full_like(u, math.nan))
+    return torch.where(right, u, torch.full_like(u, math.nan))
 
 
 def expm1(x: Tensor) -> Tensor:

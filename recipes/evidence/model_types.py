@@ -17,6 +17,16 @@ CHECKS = (
     "loud_without_plugin",
 )
 
+#: Why a model type was not built or not run: what its reason begins with.
+PART = "no class of Transformers loads it by itself, only the model that it is a part of"
+ONLY_INSIDE = "takes what the model around it computes"
+PACKAGE = "needs a package that is not installed"
+CONFIGURATION = "its default configuration, made small, builds no model"
+NO_INPUTS = "is built, but no inputs that fit are known to the script"
+LARGE = "too large, however small its configuration is made"
+TIME = "takes more than two minutes"
+NOT_BUILT = (PART, ONLY_INSIDE, PACKAGE, CONFIGURATION, NO_INPUTS, LARGE, TIME)
+
 
 def faults(row: Row) -> dict[str, str]:
     """The checks that an accepted model type fails, with what was seen."""
@@ -55,8 +65,9 @@ def model_types() -> str:
     kinds = sorted(distinct(accepted, "kind"), key=lambda kind: (kind.count("+"), kind != "text", kind))
     lines = [(kind, _named([r for r in accepted if r["kind"] == kind])) for kind in kinds]
     lines.append(("refused", _named(refused)))
-    if missing:  # their configuration cannot be shrunk by a rule, or no inputs are known
-        lines.append(("not built here", _named(missing)))
+    for reason in NOT_BUILT:
+        if rows_of := [row for row in missing if row["reason"].partition(":")[0] == reason]:
+            lines.append((f"not run: {reason}", _named(rows_of)))
     listed = table(("reads", "model types"), lines)
     return f"\n{text}\n\n<details><summary>All of them by name</summary>\n\n{listed}\n\n</details>\n"
 

@@ -48,6 +48,13 @@ def test_a_trace_is_saved_and_computes_the_same(tmp_path, family, options, layer
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
+def test_a_kernel_asked_for_by_name_is_not_traced():
+    pytest.importorskip("numba")
+    model, tensors, _ = _case("bert", {"backend": "numba"})
+    with torch.no_grad(), pytest.raises(ValueError, match="cannot be recorded by torch"):
+        torch.jit.trace(model, tensors, check_trace=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "options", "layers"), [*_LEARNED[1:], ("bert", {"alpha": 1.5}, 2)])
 def test_an_exported_program_needs_no_kernel_of_ours(family, options, layers):

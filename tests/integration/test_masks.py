@@ -143,6 +143,15 @@ def test_packed_sequences_that_see_each_other_are_spoken_of(case):
     assert len(caught) == 1  # not once per layer
 
 
+def test_the_same_positions_with_another_mask_are_looked_at_again():
+    model = patch_model(tiny.build("llama"), alpha_init=1.5)
+    arguments = {"input_ids": tiny.inputs("llama", batch=1, length=8)["input_ids"]}
+    arguments["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with torch.no_grad(), pytest.warns(UserWarning, match="position_ids start again"):
+        model(**arguments, use_cache=False)  # parted
+        model(**arguments, use_cache=True)
+
+
 @pytest.mark.parametrize(
     "case", ["parted by Transformers", "cu_seq_lens", "mask", "left padding", "right padding", "cache"]
 )

@@ -8,6 +8,7 @@ import tiny_models as tiny
 import torch
 import transformers as tf
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_entmax
 from hf_entmax import patch_model, unpatched_softmax
@@ -203,6 +204,28 @@ def eager_weights(x):
     return torch.softmax(x, -1)
 
 
+normalize = torch.softmax
+
+
+class _Renamed(nn.Module):
+    def forward(self, x):
+        return normalize(x, -1)
+
+
+class _Attribute(nn.Module):
+    """The interface is a mapping: its attributes are none of its functions, so this runs the eager one whatever is asked."""
+
+    def forward(self, x):
+        getattr(self, "unused", None)
+        return getattr(ALL_ATTENTION_FUNCTIONS, self.config._attn_implementation, eager_weights)(x)
+
+
+class _Function(nn.Module):
+    def forward(self, x):
+        getattr(self, "unused", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(getattr(self, "implementation", "eager"), eager_weights)(x)
+
+
 @pytest.mark.parametrize(
     "module, own",
     [
@@ -210,6 +233,9 @@ def eager_weights(x):
         (_Derived(), True),
         (_Held(), True),
         (_CallsEager(), True),
+        (_Renamed(), True),
+        (_Attribute(), True),
+        (_Function(), False),
         (nn.MultiheadAttention(4, 2), True),
         (nn.Softmax(-1), False),
         (_Scaled(), False),

@@ -273,16 +273,19 @@ def test_parameters_drawn_on_the_cpu_while_the_model_is_on_meta(tmp_path):
     assert _same(model, tf.AutoModelForCausalLM.from_pretrained(tmp_path), "llama")
 
 
-@pytest.mark.parametrize("kind", ["folder", "binary"])
+@pytest.mark.parametrize("kind", ["folder", "binary", "link"])
 def test_a_readme_that_is_no_text_is_left_alone(kind, tmp_path):
     path = tmp_path / "README.md"
     if kind == "folder":
         path.mkdir()
+    elif kind == "link":
+        path.symlink_to(tmp_path / "nowhere" / "README.md")
     else:
         path.write_bytes(b"\xff\xfe\x00\x81")
     _patched("gpt2").save_pretrained(tmp_path)
     assert is_patched(tf.AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert path.is_dir() if kind == "folder" else path.read_bytes() == b"\xff\xfe\x00\x81"
+    assert path.is_dir() if kind == "folder" else kind == "link" or path.read_bytes() == b"\xff\xfe\x00\x81"
+    assert path.is_symlink() == (kind == "link")
 
 
 def test_newer_schema_unknown_field_and_damaged_record(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,15 @@ _SPEECH: dict[str, Any] = dict(
     model_type="wav2vec2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
 )
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_PLAIN: dict[str, Any] = {"rope_parameters": _ROPE, "head_dim": 128}
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]},
+    "intermediate_size": 4096,
+}
+_HALF_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+}
+_SERIES: dict[str, Any] = {"prediction_length": 8, "num_time_features": 2}
 GIVEN: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"encoder": _TINY_BERT, "decoder": _DECODER},
     "vision-encoder-decoder": {"encoder": _TINY_VIT, "decoder": _DECODER},
@@ -65,6 +75,15 @@ GIVEN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense"] + 31 * ["sparse"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "xmod": {"default_language": "en_XX"},
+    "esm": {"vocab_size": 1024, "pad_token_id": 1, "mask_token_id": 3},
+    "lfm2_moe": {"layer_types": 8 * ["conv", "full_attention", "conv", "conv"], "rope_parameters": _ROPE},
+    "hunyuan_vl": {"text_config": _PLAIN},
+    "nemotron": {"num_key_value_heads": 48},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), _PLAIN),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),
+    **{name: {"text_config": _SECTIONS} for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker")},
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_image_text"), _HALF_SECTIONS),
 }
 #: Made of whole configurations that are tiny already.
 _TINY = {
@@ -107,7 +126,7 @@ SIZES = (
 
 def tiny_config(model_type: str, size: Size = SIZES[0]) -> PreTrainedConfig:
     """The default configuration of a model type, shrunk."""
-    config = CONFIG_MAPPING[model_type](**GIVEN.get(model_type, {}))
+    config = CONFIG_MAPPING[model_type](**copy.deepcopy(GIVEN.get(model_type, {})))
     if model_type not in _TINY:
         _shrink(config, size, {})
     return config
@@ -118,7 +137,8 @@ def _shrink(config: PreTrainedConfig, size: Size, tokens: dict[int, int]) -> Non
     divisor, short, heads = size.divisor, size.short, size.heads
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     kinds = values.get("layer_types")
-    old_depth = next((v for n in ("num_hidden_layers", "num_layers") if isinstance(v := values.get(n), int)), None)
+    depths = [values.get(name) for name in ("num_hidden_layers", "num_layers") if "depths" not in values]
+    old_depth = next((value for value in depths if isinstance(value, int)), None)
     depth = 2
     if isinstance(kinds, (list, tuple)):
         depth = min(8, max(2, 1 + max(list(kinds).index(kind) for kind in set(kinds))))

@@ -28,6 +28,10 @@ class _Problem(Exception):
     """What is wrong, in a few words."""
 
 
+class NotRun(Exception):
+    """Why a model that was built could not be run."""
+
+
 class _NotApplicable(Exception):
     """Why a check says nothing about this model."""
 
@@ -391,7 +395,7 @@ def check(cls: type[PreTrainedModel], config: Any, folder: Path | None) -> dict[
         return row | {"verdict": "refused", "reason": text if isinstance(error, ValueError) else repr(error)[:200]}
     runs, unreached, problem = find_runs(model)
     if not runs:
-        raise RuntimeError(problem or "no run")
+        raise NotRun(problem or "its outputs hold no numbers")
     sites = attention_sites(model)
     row |= {
         "verdict": "accepted",

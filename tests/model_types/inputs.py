@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
+from recipes.evidence.model_types import ONLY_INSIDE
 
 BATCH, LENGTH, TARGETS = 2, 9, 7
 
@@ -81,7 +82,11 @@ def _working(model: nn.Module, path: str, submodel: PreTrainedModel) -> tuple[Ru
         if found and all(bool(t.isfinite().any()) for t in found if t.numel()):
             return Run(path, inputs), ""
         first = first or "its outputs hold no finite number"
-    return None, first or "no inputs known for its forward"
+    known = _makers(submodel, submodel.config)
+    if others := [name for name in _required(submodel) if name not in known]:
+        return None, first or f"{ONLY_INSIDE}: {', '.join(others)}"
+    names = list(inspect.signature(submodel.forward).parameters)
+    return None, first or f"its forward takes {', '.join(names[:4])}"
 
 
 def _reached(model: nn.Module, run: Run, sites: list[AttentionSite]) -> set[str]:
@@ -99,16 +104,23 @@ def _reached(model: nn.Module, run: Run, sites: list[AttentionSite]) -> set[str]
     return names
 
 
+def _required(model: PreTrainedModel) -> list[str]:
+    """What its ``forward`` cannot do without, but for masks of sounds, which are as long as these."""
+    parameters = inspect.signature(model.forward).parameters
+    future = ["future_values", "future_time_features"] if "future_time_features" in parameters else []
+    return future + [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and name not in _SOUND_MASKS
+    ]
+
+
 def candidates(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """Keyword arguments to try, the fullest first."""
-    parameters = inspect.signature(model.forward).parameters
-    names = [name for name in parameters if name not in ("self", "kwargs", "args")]
-    required = [
-        name
-        for name in names
-        if parameters[name].default is inspect.Parameter.empty
-        and parameters[name].kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    ]
+    names = [name for name in inspect.signature(model.forward).parameters if name not in ("self", "kwargs", "args")]
+    required = _required(model)
     config = model.config
     made = _makers(model, config)
     common = {"use_cache": False} if "use_cache" in names else {}
@@ -140,11 +152,12 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             if "input_features" in inputs:
                 frames = max(inputs["input_features"].shape[1:])
-                for mask in {"input_features_mask", "feature_attention_mask"} & set(names):
+                for mask in _SOUND_MASKS & set(names):
                     inputs[mask] = torch.ones(BATCH, frames, dtype=torch.long)
             yield {**inputs, **common}
 
 
+_SOUND_MASKS = {"input_features_mask", "feature_attention_mask"}
 _MAIN = (
     "input_ids",
     "decoder_input_ids",
@@ -155,6 +168,7 @@ _MAIN = (
     "hidden_states",
     "inputs_embeds",
     "past_values",
+    "flattened_patches",
     "bbox",
 )
 
@@ -202,14 +216,18 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
         sizes = list(dict.fromkeys([_pair(size), (64, 64), (128, 128), (224, 224)]))
         frames = _number(config, "num_frames", "frames_per_clip", "tubelet_size", default=2)
         frames = frames if isinstance(frames, int) else frames[0]
-        found = []
+        patch = _number(config, "patch_size", default=16)
+        patch = patch if isinstance(patch, int) else patch[-1]
+        time = _number(config, "temporal_patch_size", default=1)
+        times = dict.fromkeys((time if isinstance(time, int) else time[0], 1, 2))
+        flat = [random(32, channels * k * patch * patch) for k in times]
+        flat += [random(32, channels, patch, patch), random(1, 32, channels, patch, patch)]
+        found = flat if "grid_thw" in inspect.signature(model.forward).parameters else []
         for height, width in sizes:
             if height * width > 600 * 600:
                 continue
             found.append(random(BATCH, channels, height, width))
             found.append(random(BATCH, frames, channels, height, width))
-        patch = _number(config, "patch_size", default=16)
-        patch = patch if isinstance(patch, int) else patch[-1]
         found.append(random(BATCH, 16, channels * patch * patch))
         return found
 
@@ -265,6 +283,18 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
     def grid() -> list[Tensor]:
         return [torch.tensor([[1, 4, 8]]), torch.tensor([[2, 4, 4]]), torch.tensor([[4, 8]])]
 
+    def patches() -> list[Tensor]:
+        patch = _number(config, "patch_size", default=16)
+        width = _number(config, "patch_embed_hidden_size", default=3 * patch * patch)
+        places = torch.cartesian_prod(torch.arange(1.0, 5), torch.arange(1.0, 5)).expand(BATCH, -1, -1)
+        return [torch.cat((places, random(BATCH, 16, width)), -1)]
+
+    def series() -> list[Tensor]:
+        return [*(random(BATCH, past, k) for k in (1, 7)), random(BATCH, past)]
+
+    past = _number(config, "context_length", default=32) + max(_number(config, "lags_sequence", default=(0,)))
+    times, future = _number(config, "num_time_features", default=1), _number(config, "prediction_length", default=8)
+
     return {
         "input_ids": ids(LENGTH),
         "decoder_input_ids": ids(TARGETS),
@@ -280,5 +310,13 @@ def _makers(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Calla
         "input_features": features,
         "input_values": waves,
         "attention_mask": lambda: [torch.ones(BATCH, LENGTH, dtype=torch.long)],
-        "past_values": lambda: [random(BATCH, _number(config, "context_length", default=32), k) for k in (1, 7)],
+        "past_values": series,
+        "past_time_features": lambda: [random(BATCH, past, times)],
+        "past_observed_mask": lambda: [torch.ones(BATCH, past)],
+        "future_values": lambda: [random(BATCH, future)],
+        "future_time_features": lambda: [random(BATCH, future, times)],
+        "flattened_patches": patches,
+        "spatial_shapes": lambda: [torch.tensor([[4, 4]]).expand(BATCH, 2)],
+        "pixel_attention_mask": lambda: [torch.ones(BATCH, 16, dtype=torch.long)],
+        "merge_sizes": lambda: [torch.ones(1, dtype=torch.long)],
     }

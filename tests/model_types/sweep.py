@@ -29,7 +29,17 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.modeling_utils  # noqa: E402 - here once, not in every process that is forked
 
-from recipes.evidence.model_types import CHECKS, faults  # noqa: E402
+from recipes.evidence.model_types import (  # noqa: E402
+    CHECKS,
+    CONFIGURATION,
+    LARGE,
+    NO_INPUTS,
+    ONLY_INSIDE,
+    PACKAGE,
+    PART,
+    TIME,
+    faults,
+)
 
 TABLE = HERE.parents[1] / "model_cards" / "model_types.csv"
 TIMEOUT = 120
@@ -37,8 +47,21 @@ TIMEOUT = 120
 
 def told(error: BaseException) -> str:
     """The first line of an error, without the folders of this machine."""
-    text = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+    text = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
     return re.sub(r"/\S*/site-packages/", "", text)[:200]
+
+
+def reason(error: BaseException) -> str:
+    """Why a model type was not built or not run; what stands before the first colon is one of `NOT_BUILT`."""
+    text = told(error)
+    if isinstance(error, ImportError):
+        packages = re.findall(r"requires? the (\S+) library|named '(\w+)'", str(error))
+        return f"{PACKAGE}: {' '.join(name for both in packages for name in both if name) or text}"
+    if str(error).startswith("too large"):
+        return f"{LARGE}: {str(error).partition(': ')[2]}"
+    if type(error).__name__ == "NotRun":
+        return str(error) if str(error).startswith(ONLY_INSIDE) else f"{NO_INPUTS}: {error}"
+    return f"{CONFIGURATION}: {text}"
 
 
 def forked(work: Callable[[], dict[str, str]], seconds: int) -> dict[str, str]:
@@ -64,12 +87,19 @@ def forked(work: Callable[[], dict[str, str]], seconds: int) -> dict[str, str]:
     status = os.waitpid(child, 0)[1]
     if text:
         return json.loads(text)
-    ended = "took too long" if os.WTERMSIG(status) == signal.SIGALRM else f"the process died (status {status})"
+    ended = TIME if os.WTERMSIG(status) == signal.SIGALRM else f"the process died (status {status})"
     return {"error": ended}
 
 
 def row_of(model_type: str, folder: Path) -> dict[str, str]:
     """The row of one model type; runs in a process of its own."""
+    try:
+        return _best_row(model_type, folder)
+    except Exception as error:
+        return {"verdict": "not built", "reason": reason(error)}
+
+
+def _best_row(model_type: str, folder: Path) -> dict[str, str]:
     from building import attempts
     from checks import check
 
@@ -83,8 +113,8 @@ def row_of(model_type: str, folder: Path) -> dict[str, str]:
         try:
             row = check(cls, config, folder)
         except Exception as error:
-            if not problem or "too large" in problem:  # that of the smallest model
-                problem = told(error)
+            if not problem or problem.startswith(LARGE):  # that of the smallest model
+                problem = reason(error)
         else:
             if row["verdict"] == "refused" or reached(row) == 1:
                 return row
@@ -94,7 +124,7 @@ def row_of(model_type: str, folder: Path) -> dict[str, str]:
                 break
         if time.monotonic() - started > TIMEOUT / 3:
             break
-    return best or {"verdict": "not built", "reason": problem or "no class takes its configuration"}
+    return best or {"verdict": "not built", "reason": problem or PART}
 
 
 def reached(row: dict[str, str]) -> float:

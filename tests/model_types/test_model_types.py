@@ -16,7 +16,7 @@ from sweep import model_types
 from torch import nn
 
 from hf_entmax.integration import interface
-from recipes.evidence.model_types import CHECKS, faults
+from recipes.evidence.model_types import CHECKS, NOT_BUILT, faults
 
 TABLE = Path(__file__).parents[2] / "model_cards" / "model_types.csv"
 with TABLE.open(newline="", encoding="utf-8") as _file:
@@ -118,6 +118,8 @@ class TestTable:
             if row["verdict"] in ("refused", "not built"):
                 assert row["reason"], name
             assert "site-packages" not in row["reason"], name  # nor any other folder of one machine
+            if row["verdict"] == "not built":
+                assert row["reason"].partition(":")[0] in NOT_BUILT, name
             if row["verdict"] == "accepted":
                 assert all(row[check] for check in CHECKS), name
                 assert row["no_softmax_in_attention"] == "ok", name
