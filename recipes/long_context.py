@@ -202,7 +202,7 @@ def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
     cache, sketch = (sum(getattr(layer, name) for layer in layers) for name in ("cache_bytes", "sketch_bytes"))
     steps = max(layer.steps + sum(layer.dense_steps.values()) for layer in layers)
     return {
-        "bits": "/".join(str(bits) for bits in sorted({layer.bits or 0 for layer in layers})),
+        "bits": "/".join(str(bits) for bits in sorted({bits or 0 for layer in layers for bits in layer.head_bits})),
         "read": f"{read / pairs:.5f}",
         "nonzero": f"{support:.5f}",
         "cache_mib": f"{cache / 2**20:.1f}",

@@ -1,7 +1,8 @@
-"""How many bits the sketch of a layer has: from its alphas first, then from what the last steps had to read."""
+"""How many bits the sketch of each key head has: from its alphas first, then from what the last steps had to read."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
@@ -21,38 +22,51 @@ _TOO_MUCH = 0.8
 
 
 class BitChoice:
-    """The bits of one layer's sketch, None where reading every key is cheaper.
+    """The bits of the sketch of each key head of a layer, None where reading every key is cheaper.
 
-    With given bits that is all. ``"auto"`` starts from the layer's alphas and takes more bits, in the end none, while
-    the last steps cost nearly as much as reading every key in a row. It never goes back: alphas do not change.
+    With given bits that is all. ``"auto"`` starts from the alphas of the query heads that share a key head, and takes more
+    bits, in the end none, while the last steps cost nearly as much as reading every key in a row. It never goes back:
+    alphas do not change.
 
     Args:
         bits: what the user asked for.
     """
 
     def __init__(self, bits: Bits) -> None:
-        self.automatic = bits == "auto"
-        self.bits: int | None = None if bits == "auto" else bits
+        self._given = bits
+        self.bits: list[int | None] = []
         self._steps: list[Tensor] = []
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the bits are chosen here."""
+        return self._given == "auto"
 
     def start(self, alpha: float | Tensor, kv_heads: int) -> None:
         """Choose from the alphas of the heads; a key head is read in full if one of its query heads needs that."""
-        if not self.automatic:
+        if self._given != "auto":
+            self.bits = [self._given] * kv_heads
             return
-        lowest = torch.as_tensor(alpha).reshape(-1)
-        if lowest.numel() % kv_heads == 0:
-            lowest = lowest.view(kv_heads, -1).amin(1)
-        self.bits = suggested_bits(alpha) if bool((lowest >= _NEARLY_SOFTMAX).any()) else None
+        alphas = torch.as_tensor(alpha).detach().reshape(-1).cpu()
+        alphas = alphas.expand(kv_heads) if alphas.numel() == 1 else alphas
+        self.bits = [
+            suggested_bits(own) if float(own.min()) >= _NEARLY_SOFTMAX else None for own in alphas.view(kv_heads, -1)
+        ]
 
-    def saw(self, step: Tensor, kv_heads: int, element_bits: int) -> None:
+    def runs(self) -> list[tuple[int, int, int | None]]:
+        """Neighbouring key heads of the same bits: the first, one past the last, and the bits."""
+        ends = [0, *itertools.accumulate(len(list(same)) for _, same in itertools.groupby(self.bits))]
+        return [(first, last, self.bits[first]) for first, last in itertools.pairwise(ends)]
+
+    def saw(self, step: Tensor, element_bits: int) -> None:
         """Look at a step: the keys it could have read and those it read, ``[2, H]``, and the bits of one number of them."""
-        if not self.automatic or self.bits is None:
+        if not self.automatic:
             return
         self._steps.append(step)
         if len(self._steps) < _LOOK_AT:
             return
         pairs, read = torch.stack(self._steps).sum(0)
-        share, self._steps = (read / pairs.clamp(min=1)).view(kv_heads, -1).amax(1), []
-        cost = self.bits / element_bits + float((_OUT_OF_ORDER * share).clamp(max=1.0).mean())
-        if cost > _TOO_MUCH:
-            self.bits = {2: 4, 4: 6, 6: 8}.get(self.bits)
+        shares, self._steps = (read / pairs.clamp(min=1)).view(len(self.bits), -1).amax(1).tolist(), []
+        for head, (bits, share) in enumerate(zip(self.bits, shares, strict=True)):
+            if bits is not None and bits / element_bits + min(_OUT_OF_ORDER * share, 1.0) > _TOO_MUCH:
+                self.bits[head] = {2: 4, 4: 6, 6: 8}.get(bits)

@@ -18,21 +18,23 @@ class LayerCertificate:
 
     Attributes:
         name: ``"self 3"`` or ``"cross 3"``, counted from 0.
-        bits: bits per channel of the sketch, None where the layer has none.
+        bits: most bits per channel of a sketch, None where the layer has none.
+        head_bits: of each head, None where its keys have no sketch.
         steps: decoding steps that read the sketch.
         dense_steps: why other steps read every key -> how many did.
         pairs: int64 ``[H]``, pairs of all steps.
         read: int64 ``[H]``, pairs whose key was read in full; all pairs of a dense step are.
-        dense: int64 ``[H]``, pairs of the dense steps.
-        nonzero: int64 ``[H]``, pairs of nonzero weight in the steps that read the sketch.
-        last_steps: int64 ``[n, 3, H]``, pairs, read and nonzero of the last ``n <= 256`` steps; nonzero is -1 in a
-            dense step, where it is not counted.
+        dense: int64 ``[H]``, pairs of the dense steps, and of all steps of a head whose keys have no sketch.
+        nonzero: int64 ``[H]``, pairs of nonzero weight in all others.
+        last_steps: int64 ``[n, 3, H]``, pairs, read and nonzero of the last ``n <= 256`` steps; nonzero is -1 where it is
+            not counted: in dense steps and heads.
         sketch_bytes: memory of the sketch, without the room to grow.
         cache_bytes: of the keys and values held, likewise.
     """
 
     name: str
     bits: int | None
+    head_bits: tuple[int | None, ...]
     steps: int
     dense_steps: dict[str, int]
     pairs: Tensor
@@ -82,7 +84,7 @@ class Certificate:
             {
                 "layer": layer.name,
                 "head": head,
-                "bits": 0 if layer.bits is None else layer.bits,
+                "bits": layer.head_bits[head] or 0,
                 "steps": layer.steps + sum(layer.dense_steps.values()),
                 "keys_total": int(layer.pairs[head]),
                 "keys_read": int(layer.read[head]),
@@ -130,9 +132,11 @@ class Tally:
         self.last: collections.deque[Tensor] = collections.deque(maxlen=STEPS_KEPT)
 
     def add(self, step: Tensor) -> None:
-        """Count a step that read the sketch: pairs, read and nonzero, int64 ``[3, H]``."""
+        """Count a step that read a sketch: pairs, read and nonzero, int64 ``[3, H]``; nonzero is -1 for dense heads."""
         self.steps += 1
-        self.counted = step + self.counted
+        dense = step[2] < 0
+        self.counted = step.masked_fill(dense, 0) + self.counted
+        self.dense = step[0].where(dense, 0) + self.dense
         self.last.append(step)
 
     def add_dense(self, why: str, pairs: Tensor) -> None:
@@ -141,15 +145,17 @@ class Tally:
         self.dense = pairs + self.dense
         self.last.append(torch.stack([pairs, pairs, torch.full_like(pairs, -1)]))
 
-    def certificate(self, name: str, bits: int | None, sketch_bytes: int, cache_bytes: int) -> LayerCertificate:
-        """What was counted so far."""
-        nothing = torch.zeros(3, self.last[-1].shape[1] if self.last else 0, dtype=torch.int64)
+    def certificate(self, name: str, bits: list[int | None], sketch_bytes: int, cache_bytes: int) -> LayerCertificate:
+        """What was counted so far; ``bits`` of each key head."""
+        heads = self.last[-1].shape[1] if self.last else 0
+        nothing = torch.zeros(3, heads, dtype=torch.int64)
         last = torch.stack([step.cpu() for step in self.last]) if self.last else nothing[None][:0]
         pairs, read, nonzero = (nothing + torch.as_tensor(self.counted).cpu()).unbind()
         dense = nothing[0] + torch.as_tensor(self.dense).cpu()
         return LayerCertificate(
             name,
-            bits,
+            max(filter(None, bits), default=None),
+            tuple(own for own in bits for _ in range(heads // len(bits))),
             self.steps,
             dict(self.dense_steps),
             pairs + dense,

@@ -40,8 +40,8 @@ class ExactSparseCache(Cache):
 
     Args:
         model: a patched model, or its configuration.
-        bits: of the sketch, per number of a key: 2, 4, 6 or 8. ``"auto"`` chooses per layer, from its alphas and
-            from what the last steps had to read, and reads every key where that is cheaper.
+        bits: of the sketch, per number of a key: 2, 4, 6 or 8. ``"auto"`` chooses per key head, from the alphas
+            of its query heads and from what the last steps had to read, and reads every key where that is cheaper.
         page_size: keys that share one range per channel, 16 to 128.
         max_cache_len: tokens to make room for once and for all; None lets the buffers grow, at constant cost per token.
         verify: compare every step with dense weights and raise where they differ; slow, for checks.
@@ -170,7 +170,7 @@ def _read(
             f"ExactSparseCache knows bounds for entmax alone, and this model uses mapping={entmax['mapping']!r}: generate "
             "without it."
         )
-    if bits != "auto" and (isinstance(bits, bool) or bits not in (2, 4, 6, 8)):
+    if bits != "auto" and (isinstance(bits, bool | float) or bits not in (2, 4, 6, 8)):
         raise ValueError(f'bits={bits!r} is not allowed: choose 2, 4, 6 or 8, or "auto".')
     KeySketch.allocate(0, 1, 1, 0, page_size=page_size)  # raises where the size is not allowed
     if max_cache_len is not None and (

@@ -69,26 +69,44 @@ class ExactSparseLayer(GrowingLayer):
     def reset(self) -> None:
         """Forget all keys, counts and who filled the cache."""
         super().reset()
-        self._sketch: KeySketch | None = None
+        self._sketches: dict[tuple[int, int, int], KeySketch] = {}
+        # Of the buffer of keys after what this layer wrote itself: `_version` counts what was written in place.
+        self._written: int | None = None
         self._attended = 0
         self._readers: dict[Any, tuple[str, Tensor]] = {}
         self.tally, self.choice = Tally(), BitChoice(self.plan.bits)
 
     def _restarted(self) -> None:
-        self._sketch = None
+        self._sketches = {}
+
+    def _heed_changes(self) -> None:
+        """Forget sketches of keys that somebody else has written over since."""
+        if self._key is not None and self._written != self._key._version:
+            self._sketches = {}
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As of `GrowingLayer`."""
+        if torch.compiler.is_compiling():
+            return super().update(*args, **kwargs)
+        self._heed_changes()
+        handed_out = super().update(*args, **kwargs)
+        self._written = self._key._version  # type: ignore[union-attr]
+        return handed_out
 
     def crop(self, tokens_to_remove: int) -> None:
         """As of `GrowingLayer`; a page that is cut is sketched again once it is full."""
         super().crop(tokens_to_remove)
         self._attended = min(self._attended, self._total)
-        if self._sketch is not None:
-            self._sketch.crop(self._end)
+        for sketch in self._sketches.values():
+            sketch.crop(self._end)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """As of `GrowingLayer`, the sketch too."""
+        self._heed_changes()
         super().reorder_cache(beam_idx)
-        if self._sketch is not None:
-            self._sketch.reorder(beam_idx)
+        self._written = None if self._key is None else self._key._version
+        for sketch in self._sketches.values():
+            sketch.reorder(beam_idx)
 
     def attend(
         self,
@@ -131,15 +149,49 @@ class ExactSparseLayer(GrowingLayer):
             return attend(query, key, value, alpha, options, backend)
         key, value = self._key[:, :, : self._end], self._value[:, :, : self._end]  # type: ignore[index]
         options = _shifted(options, self._first, key)
-        sketch = self._sketched()
+        self._heed_changes()
+        runs = self.choice.runs()
+        self._sketches = {run: sketch for run, sketch in self._sketches.items() if run in runs}
+        parts = [self._attend_part(run, query, key, value, alpha, options, sink, backend) for run in runs]
+        step = torch.cat([step for _, step in parts], -1)
+        self.tally.add(step)
+        self.choice.saw(step[:2], 8 * key.element_size())
+        return (parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts], 1)), None
+
+    def _attend_part(
+        self,
+        run: tuple[int, int, int | None],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: float | Tensor,
+        options: AttentionOptions,
+        sink: Tensor | None,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        """The output of neighbouring key heads of the same bits, and their counts ``[3, heads]``, nonzero -1 if not known."""
+        first, last, bits = run
+        if (first, last) != (0, key.shape[1]):
+            group = query.shape[1] // key.shape[1]
+            heads = slice(first * group, last * group)
+            query, key, value = query[:, heads], key[:, first:last], value[:, first:last]
+            alpha, sink = (t[heads] if isinstance(t, Tensor) and t.numel() > 1 else t for t in (alpha, sink))
+            by_head = {n: t for n, t in options.tensors().items() if n != "key_padding_mask" and t.dim() > 2}
+            by_head = {name: term[..., heads, :, :] for name, term in by_head.items() if term.shape[-3] > 1}
+            options = dataclasses.replace(options, **by_head)
+        if bits is None:
+            pairs = visible_pairs(query, key, options)
+            if sink is not None:
+                key, value, options = append_sink(query, key, value, sink, options)
+            out, _ = attend(query, key, value, alpha, options, backend)
+            return out, torch.stack([pairs, pairs, torch.full_like(pairs, -1)])
+        sketch = self._sketched(first, last, bits)
         arguments = {name: getattr(options, name) for name in _ARGUMENTS}
         out, counts = exact_sparse_attention(query, sketch, key, value, alpha, sink=sink, backend=backend, **arguments)
         step = torch.stack(counts).sum(1)
-        self.tally.add(step)
-        self.choice.saw(step[:2], key.shape[1], 8 * key.element_size())
         if self.plan.verify:
-            self._verify(query, key, value, alpha, options, sink, out, step[2])
-        return out, None
+            self._verify(query, sketch, key, value, alpha, options, sink, out, step[2])
+        return out, step
 
     def _admit(self, module: nn.Module, alpha: float | Tensor) -> None:
         if module.training:
@@ -184,15 +236,15 @@ class ExactSparseLayer(GrowingLayer):
             return "softmax"
         if self._end < (_SHORTEST if self.choice.automatic else self.plan.page_size):
             return "few keys"
-        return "cheaper" if self.choice.bits is None else None
+        return None if any(self.choice.bits) else "cheaper"
 
-    def _sketched(self) -> KeySketch:
-        """The sketch of all whole pages."""
-        key, bits = self._key, self.choice.bits
-        assert key is not None and bits is not None
-        if self._sketch is None or self._sketch.bits != bits:
+    def _sketched(self, first: int, last: int, bits: int) -> KeySketch:
+        """The sketch of all whole pages of some key heads."""
+        key: Tensor = self._key[:, first:last]  # type: ignore[index]
+        run = (first, last, bits)
+        if run not in self._sketches:
             batch, heads, capacity, width = key.shape
-            self._sketch = KeySketch.allocate(
+            self._sketches[run] = KeySketch.allocate(
                 batch,
                 heads,
                 width,
@@ -202,12 +254,13 @@ class ExactSparseLayer(GrowingLayer):
                 dtype=key.dtype,
                 device=key.device,
             )
-        self._sketch.extend(key, self._end)
-        return self._sketch
+        self._sketches[run].extend(key, self._end)
+        return self._sketches[run]
 
     def _verify(
         self,
         query: Tensor,
+        sketch: KeySketch,
         key: Tensor,
         value: Tensor,
         alpha: float | Tensor,
@@ -223,7 +276,7 @@ class ExactSparseLayer(GrowingLayer):
                 weights that float32 may round to zero are not counted, or the outputs differ by more than rounding.
         """
         u = torch.as_tensor(alpha, device=query.device).double().expand(query.shape[1]) - 1
-        visible, read = candidate_keys(query, self._sketched(), key, u, options, sink)
+        visible, read = candidate_keys(query, sketch, key, u, options, sink)
         wide = {name: t.double() if t.is_floating_point() else t for name, t in options.tensors().items()}
         options = dataclasses.replace(options, **wide, need_weights=True)
         given = query.double(), key.double(), value.double()
@@ -256,9 +309,11 @@ class ExactSparseLayer(GrowingLayer):
         held = 0
         if self._key is not None and self._value is not None:
             held = sum(t[:, :, : self._end].numel() * t.element_size() for t in (self._key, self._value))
-        sketch = self._sketch
-        own = 0 if sketch is None else sketch.nbytes * sketch.pages // max(1, sketch.norm.shape[2])
-        return self.tally.certificate(self.name, sketch and sketch.bits, own, held)
+        bits: list[int | None] = [None] * len(self.choice.bits)
+        for first, last, own in self._sketches:
+            bits[first:last] = [own] * (last - first)
+        sizes = [sketch.nbytes * sketch.pages // max(1, sketch.norm.shape[2]) for sketch in self._sketches.values()]
+        return self.tally.certificate(self.name, bits, sum(sizes), held)
 
 
 def visible_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
@@ -285,19 +340,29 @@ def _shifted(options: AttentionOptions, more: int, key: Tensor) -> AttentionOpti
     return dataclasses.replace(options, key_padding_mask=nn.functional.pad(padding, (more, 0)), **terms)
 
 
-_identities: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_identities: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Parameter], list[int], str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _identity(module: nn.Module) -> str:
     """A few numbers of a module's weights, hashed: the same in a copy and in another process, another for other weights."""
-    if module not in _identities:
+    parameters, versions, digest = _identities.get(module, ([], [], ""))
+    # Weights that were written to are looked at anew.
+    if not digest or versions != [_version(p) for p in parameters]:
+        own = [(name, p) for name, p in module.named_parameters() if CHILD not in name]
         parts: list[Any] = [type(module).__qualname__, getattr(module, "layer_idx", None)]
-        for name, parameter in module.named_parameters():
-            if CHILD not in name:
-                own = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
-                parts.append((name, tuple(own.shape), own.flatten()[:4].tolist()))
-        _identities[module] = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return _identities[module]
+        for name, parameter in own:
+            local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)().detach()
+            parts.append((name, tuple(local.shape), local.flatten()[:4].tolist()))
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        _identities[module] = [p for _, p in own], [_version(p) for _, p in own], digest
+    return digest
+
+
+def _version(parameter: nn.Parameter) -> int:
+    """How often it was written to in place, where that is counted."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _told(alpha: Tensor) -> str:

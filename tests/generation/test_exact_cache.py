@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_entmax
 from hf_entmax.generation import ExactSparseCache
+from hf_entmax.generation.bits import BitChoice
 from hf_entmax.generation.exact_layer import ExactSparseLayer, Plan
 
 #: Windows of two pages and a half, so that sketched keys leave them.
@@ -53,7 +54,7 @@ def _generate(model, cache=None, new=18, **call):
     return model.generate(past_key_values=cache, **inputs)
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "greedy")) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_as_without(family, way):
     model = hf_entmax.patch_model(_build(family), alpha=1.5)
@@ -231,6 +232,65 @@ def test_bits_are_chosen_by_what_is_read(monkeypatch):
         assert layer.steps == 16 and layer.dense_steps == {"cheaper": 2}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "t5"])
+def test_bits_of_each_key_head(family, monkeypatch):
+    """Sinks, masks and position bias go with their heads; one key head near softmax leaves the others their sketch."""
+    monkeypatch.setattr("hf_entmax.generation.exact_layer._SHORTEST", 16)
+    model = hf_entmax.patch_model(_build(family))
+    alphas = torch.tensor([1.01, 1.5, 1.3, 2.0])
+    hf_entmax.set_alphas(model, {site: alphas.expand_as(own) for site, own in hf_entmax.alphas(model).items()})
+    cache = ExactSparseCache(model, page_size=16, verify=True)
+    assert torch.equal(_generate(model, cache, new=20), _generate(model, new=20))
+    found = cache.certificate()
+    # T5 has a key head for each query head, the others one for two: the lowest alpha of both decides at first.
+    start = (None, 4, 4, 4) if family == "t5" else (None, None, 4, 4)
+    for layer in found.layers:
+        assert layer.steps > 0 and layer.bits in (4, 6, 8)
+        assert all(
+            bits == was or (was == 4 and bits in (6, 8)) for bits, was in zip(layer.head_bits, start, strict=True)
+        )
+        assert layer.dense[0] == layer.read[0] == layer.pairs[0] and layer.nonzero[0] == 0
+        assert 0 < layer.nonzero[3] <= layer.read[3] - layer.dense[3] < layer.pairs[3] - layer.dense[3]
+        assert layer.last_steps[-1, 2, 0] == -1 and layer.last_steps[-1, 2, 3] > 0
+    assert found.violations == 0 and found.verified_steps > 0
+    assert {row["bits"] for row in found.rows()} == {bits or 0 for layer in found.layers for bits in layer.head_bits}
+
+
+def test_bits_by_alpha_and_by_what_was_read():
+    choice = BitChoice("auto")
+    choice.start(torch.tensor([1.05, 1.1, 1.001, 1.9, 1.3, 1.3, 1.2, 2.0, 1.08, 1.1]), 5)
+    assert choice.bits == [6, None, 4, 4, 6]
+    assert choice.runs() == [(0, 1, 6), (1, 2, None), (2, 4, 4), (4, 5, 6)]
+    # Of two query heads that share keys the one that reads more counts; a key out of order costs one and a half.
+    pairs, read = torch.full((10,), 1000), torch.tensor([900, 300, 1000, 1000, 400, 40, 300, 500, 390, 100])
+    for step in range(8):
+        assert choice.bits == [6, None, 4, 4, 6], step
+        choice.saw(torch.stack([pairs, read]), 32)
+    assert choice.bits == [8, None, 4, 6, 6]  # 0.19 + 1, -, 0.13 + 0.6, 0.13 + 0.75, 0.19 + 0.585
+    for _ in range(8):
+        choice.saw(torch.stack([pairs, read]), 32)
+    assert choice.bits == [None, None, 4, 8, 6] and choice.runs()[0] == (0, 2, None)
+    for _ in range(8):
+        choice.saw(torch.stack([pairs, read]), 16)  # codes weigh more beside keys of half precision
+    assert choice.bits == [None, None, 6, None, 8]
+    given = BitChoice(2)
+    given.start(1.5, 3)
+    given.saw(torch.stack([pairs, pairs]), 32)
+    assert given.runs() == [(0, 3, 2)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.05, 1.2), (1.05, 2.0), (1.6, 2.0)])
+def test_bits_for_learned_alphas(low, high, monkeypatch):
+    monkeypatch.setattr("hf_entmax.generation.exact_layer._SHORTEST", 16)
+    model = hf_entmax.patch_model(_build("llama"))
+    hf_entmax.set_alphas(model, {"decoder_self": torch.linspace(low, high, 8).view(2, 4)})
+    cache = ExactSparseCache(model, page_size=16, verify=True)
+    assert torch.equal(_generate(model, cache, new=30), _generate(model, new=30))
+    found = cache.certificate()
+    assert found.violations == 0 and all(layer.steps >= 8 for layer in found.layers)
+    assert (found.keys_zero > 0.2 * found.keys_total) == (high == 2.0)
+
+
 def test_a_model_that_changes_its_keys_after_the_cache():
     torch.manual_seed(0)
     config = {k: v for k, v in tiny._LLAMA.items() if k != "num_attention_heads"}
@@ -281,7 +341,9 @@ def test_bad_input():
     for options, message in (
         ({"bits": 3}, "bits=3 is not allowed"),
         ({"bits": True}, "bits=True"),
+        ({"bits": 4.0}, r"bits=4\.0"),
         ({"page_size": 20}, "page_size is 20"),
+        ({"page_size": 32.0}, r"page_size is 32\.0"),
         ({"max_cache_len": 0}, "max_cache_len=0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -296,6 +358,11 @@ def test_bad_input():
 
     cache = _filled(model)
     other = hf_entmax.patch_model(tiny.build("llama", seed=1))
+    with pytest.raises(ValueError, match="filled by another model"):
+        _step(other, cache)
+    cache = _filled(other)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.mul_(1.5)  # an optimizer's step while the cache is in use
     with pytest.raises(ValueError, match="filled by another model"):
         _step(other, cache)
     with pytest.raises(ValueError, match=r"torch.float32 .* torch.bfloat16"):
@@ -348,6 +415,21 @@ def test_keys_that_are_not_numbers_propagate_as_without(bad):
             outputs.append(model(torch.tensor([[5]]), past_key_values=cache).logits)
     assert not outputs[1].isfinite().all()
     assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+
+
+@pytest.mark.parametrize("change", [float("nan"), 60.0])
+def test_keys_that_are_written_over_after_they_were_sketched(change):
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    caches = ExactSparseCache(model, bits=4, page_size=16), tf.DynamicCache(config=model.config)
+    outputs = []
+    for cache in caches:
+        with torch.no_grad():
+            model(torch.arange(40)[None] % 30 + 3, past_key_values=cache)
+            before = model(torch.tensor([[5]]), past_key_values=cache).logits
+            cache.layers[0].keys[0, :, 2:9] *= change
+            outputs.append(model(torch.tensor([[5]]), past_key_values=cache).logits)
+    assert not torch.allclose(outputs[1], before, atol=1e-3)
+    assert torch.allclose(*outputs, atol=1e-4, equal_nan=True)
 
 
 def test_a_wrong_zero_is_seen(monkeypatch):

@@ -87,9 +87,9 @@ class KeySketch:
             TypeError: if ``dtype`` is no floating type.
             ValueError: if a number is not allowed.
         """
-        if bits not in PLANES:
+        if not hasattr(bits, "__index__") or bits not in PLANES:
             raise ValueError(f"bits is {bits!r}, but must be one of {', '.join(map(str, PLANES))}.")
-        if page_size not in range(LANES, _LARGEST_PAGE + 1, LANES):
+        if not hasattr(page_size, "__index__") or page_size not in range(LANES, _LARGEST_PAGE + 1, LANES):
             raise ValueError(f"page_size is {page_size!r}, but must be a multiple of {LANES} up to {_LARGEST_PAGE}.")
         if not dtype.is_floating_point:
             raise TypeError(f"dtype is {dtype}, but keys are floating tensors.")
