@@ -93,31 +93,28 @@ class AttentionOptions:
                 )
             if tensor.shape[3] == 0:
                 raise ValueError(f"{name} has head dimension 0 (shape {tuple(tensor.shape)}); it must be at least 1.")
-        if not (query.shape[0] == key.shape[0] == value.shape[0]):
+        (batch, heads, queries, depth), (_, kv_heads, keys, _), values = query.shape, key.shape, value.shape
+        if not (batch == key.shape[0] == values[0]):
             raise ValueError(
-                f"query, key and value have batch sizes {query.shape[0]}, {key.shape[0]} and {value.shape[0]}; "
-                "they must be equal."
+                f"query, key and value have batch sizes {batch}, {key.shape[0]} and {values[0]}; they must be equal."
             )
-        if query.shape[3] != key.shape[3]:
-            raise ValueError(f"query has head dimension {query.shape[3]} and key {key.shape[3]}; they must be equal.")
-        if key.shape[1:3] != value.shape[1:3]:
+        if depth != key.shape[3]:
+            raise ValueError(f"query has head dimension {depth} and key {key.shape[3]}; they must be equal.")
+        if (kv_heads, keys) != (values[1], values[2]):
             raise ValueError(
-                f"key has [H_kv, T_k] = {tuple(key.shape[1:3])} and value {tuple(value.shape[1:3])}; they must be equal."
+                f"key has [H_kv, T_k] = {(kv_heads, keys)} and value {tuple(values[1:3])}; they must be equal."
             )
-        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-            raise ValueError(
-                f"query has {query.shape[1]} heads, which is no multiple of the {key.shape[1]} heads of key and value."
-            )
-        scores_shape = (*query.shape[:3], key.shape[2])
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"query has {heads} heads, which is no multiple of the {kv_heads} heads of key and value.")
+        scores_shape = (batch, heads, queries, keys)
         _check_addend("attention_mask", self.attention_mask, scores_shape, allow_bool=True)
         _check_addend("position_bias", self.position_bias, scores_shape, allow_bool=False)
         if (padding := self.key_padding_mask) is not None:
             if padding.dtype != torch.bool:
                 raise TypeError(f"key_padding_mask must be bool (True = real key), not {padding.dtype}.")
-            if tuple(padding.shape) != (key.shape[0], key.shape[2]):
+            if tuple(padding.shape) != (batch, keys):
                 raise ValueError(
-                    f"key_padding_mask has shape {tuple(padding.shape)}, but must have [B, T_k] = "
-                    f"{(key.shape[0], key.shape[2])}."
+                    f"key_padding_mask has shape {tuple(padding.shape)}, but must have [B, T_k] = {(batch, keys)}."
                 )
 
     def scale(self, head_dim: int) -> float:

@@ -44,7 +44,7 @@ def unsupported(
     """
     tensors = {"query": query, "key": key, "value": value, "alpha": alpha, **options.tensors()}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+        if isinstance(tensor, Tensor) and not tensor.is_cpu:
             return f"{name} is on {tensor.device}, and the numba kernel runs on CPU tensors"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in _DTYPES:

@@ -251,7 +251,7 @@ class Call:
         row_size, row_start = torch.empty((2, rows), dtype=torch.int32)
         progress = np.zeros(self.items, np.int64)
         solve = attention_solvers((self.alpha - 1.0).tobytes(), keep)
-        r.solvers, r.solve_batch, r.solve_even_rows = solve.single.ctypes.data, solve.batch, solve.even_rows
+        r.solvers, r.solve_batch, r.solve_even_rows = solve.table, solve.batch, solve.even_rows
         _set_rows(r, "out", out)
         r.weights = 0 if weights is None else weights.data_ptr()
         r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()

@@ -87,7 +87,7 @@ def solve_rows(
     slot_bytes = layout.slot_bytes(length)
     slots = storage(n * slot_bytes)
     solve = find_solvers(call.u, "solve_rows", ("write_rows", "general", "batch", "recompute_rows"))
-    r.solvers, r.solver_step, r.solve_batch = solve.single.ctypes.data, int(r.u_step), solve.batch
+    r.solvers, r.solver_step, r.solve_batch = solve.table, int(r.u_step), solve.batch
     for name, tensor in (("maximum", maximum), ("shift", shift), ("scale", scale), ("conjugate", conjugate)):
         setattr(r, name, tensor.data_ptr())
     r.counts, r.slots, r.slot_bytes = counts.data_ptr(), slots.data_ptr(), slot_bytes

@@ -34,9 +34,10 @@ def solved_as_even_rows(u):
 
 
 class Solvers(NamedTuple):
-    """Addresses: of the solver of every head or row (int64), and of two that not every call needs (else 0)."""
+    """Addresses: of the solver of every head or row (int64), where these stand, and of two that not every call needs (else 0)."""
 
     single: np.ndarray
+    table: int
     batch: int
     even_rows: int
 
@@ -57,7 +58,7 @@ def find_solvers(u: np.ndarray, kernel: str, soon: Sequence[str] = ()) -> Solver
     compiler.prepare(list(used), soon)
     address = {name: compiler.kernel(name).address for name in used}
     single = np.array([address[names[value]] for value in u.tolist()], np.int64)
-    return Solvers(single, address.get("batch", 0), address.get("even_rows", 0))
+    return Solvers(single, single.ctypes.data, address.get("batch", 0), address.get("even_rows", 0))
 
 
 @lru_cache(maxsize=256)
