@@ -1,5 +1,6 @@
 """Every code block of the README runs, in order, each file in one namespace and one directory."""
 
+import csv
 import dataclasses
 import importlib
 import itertools
@@ -121,6 +122,16 @@ def test_figures_of_the_quickstart_are_those_of_its_committed_results():
     assert f"known for {shares['exhaustive']}, and for {shares['single']} there is only one" in text
     tree = [float(share) for share in re.findall(r"p = ([\d.]+) %", part)]
     assert tree == [round(100 * p, 1) for p in found["output"]["hypotheses_of"]["<past> dream"].values()]
+
+
+def test_what_is_slower_than_sdpa_is_said_with_the_figures_of_the_table():
+    with (ROOT / "recipes" / "benchmarks" / "results" / "targets-cpu.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["implementation"] == "sdpa"]
+    slower = [float(row["ratio"]) for row in rows if row["mode"] == "forward" and float(row["ratio"]) > 1]
+    (memory,) = [float(row["ratio"]) for row in rows if row["mode"] == "memory"]
+    text = " ".join(README.split())
+    assert f"({min(slower):.1f} to {max(slower):.1f} times its time at" in text
+    assert f"is {memory:.1f} times SDPA's at L 4096" in text
 
 
 def test_files_and_figures_that_the_readme_names_exist():
