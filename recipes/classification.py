@@ -9,12 +9,13 @@
         --lr 3e-5 --warmup 100 --epochs 3 --batch_size 32 --train hub:nyu-mll/glue#sst2@train \
         --dev hub:nyu-mll/glue#sst2@validation --test my_reviews.tsv --text sentence --out runs/sst2-sparse
     python recipes/classification.py --config ... --out runs/cls-softmax --resume
+    python recipes/classification.py --config ... --out runs/cls-softmax --resume --coverage 90 95 --results sets.csv
 
 Data: tables or JSON lines with a column for the text and one for the label, or data sets of the Hub; one table for all
 splits has a column that names them (``--split_column``). The task of the configuration is to tell from a single word form
 which of 94 languages it belongs to (CoNLL-SIGMORPHON 2018, medium setting); the model reads characters. Accuracy counts all
 texts alike, macro-F1 all classes. Texts of the test set that occur in the training set are counted, and left out of
-``unseen_accuracy``.
+``unseen_accuracy``. ``--coverage`` measures conformal sets on random splits of the test set; the results then take its rows.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from common.heads import head_statistics
 from common.pretrained import check_length
 from common.results import END, columns
 from common.run import Run
+from common.sets import MOST, check_sets, measure_labels, report
 from common.settings import option, parse
 from common.training import Training, make_sparse
 from hf_entmax.analysis.reading.tables import read_splits
@@ -73,12 +75,14 @@ class Settings(ShapeSettings):
     vocabulary: int = option(0, "from scratch: size of the WordPiece vocabulary; 0 reads single characters")
     max_tokens: int = option(128, "longer texts are cut")
     dev_texts: int = option(0, "texts of dev that choose the best epoch; 0 for all")
+    coverage: list[float] = option([], "measure sets that hold the class so often, %, e.g. 90 95; default: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given: a file, or hub:OWNER/NAME@SPLIT")
         self.require_at_least(max_tokens=3, vocabulary=0, dev_texts=0)
+        self.require("coverage", all(0 < share < 100 for share in self.coverage), "between 0 and 100")
 
 
 def read_texts(settings: Settings) -> tuple[Texts, Texts, Texts]:
@@ -184,6 +188,18 @@ def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run)
     return answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256)
 
 
+def logits_of(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> torch.Tensor:
+    """Logits of examples, in order, float32 ``[n, classes]``."""
+    plain = run.accelerator.unwrap_model(model)
+
+    def answer(part: list[dict[str, Any]]) -> list[list[float]]:
+        batch = collator(part).to(run.accelerator.device)
+        batch.pop("labels")
+        return plain(**batch).logits.float().tolist()
+
+    return torch.tensor(answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256))
+
+
 def percent(flags: list[bool]) -> float | str:
     """Share of true ones, %; nothing where there are none."""
     return round(100 * sum(flags) / len(flags), 2) if flags else ""
@@ -223,7 +239,9 @@ def main(settings: Settings) -> None:
         dev = evenly(dev, settings.dev_texts)  # files are sorted by language, by class, ...
     if settings.smoke:
         train, dev, test = (evenly(texts, 64) for texts in (train, dev, test))
-    check_finish(settings, FIELDS)
+    fields = () if settings.coverage else FIELDS
+    check_finish(settings, fields)
+    check_sets(settings)
     run = Run(settings, "classification")
     set_seed(settings.seed)
     if settings.model:
@@ -263,7 +281,13 @@ def main(settings: Settings) -> None:
         **head_statistics(best, collated(tested[:512], collator, 64, run.accelerator.device), FIELDS),
     }
     data = Path(settings.train).name.split(".")[0]
-    finish(run, FIELDS, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])
+    if settings.coverage:
+        part = evenly(tested, sum(MOST))
+        labels = torch.tensor([example["labels"] for example in part])
+        logits = logits_of(best, part, collator, run)
+        records = measure_labels(logits, labels, settings.output_alpha, settings.coverage, settings.seed)
+        report(run, records, data=settings.train, unit="label", train_steps=training.progress.best_step)
+    finish(run, fields, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])
 
 
 if __name__ == "__main__":

@@ -7,22 +7,26 @@
     torchrun --standalone --nproc_per_node 2 recipes/inflection.py --config ... --out ...          # two CPU processes
     python recipes/inflection.py --config ... --out runs/ensemble --ensemble runs/a/model runs/b/model runs/c/model
     python recipes/inflection.py --config ... --out runs/infl-softmax --resume
+    python recipes/inflection.py --config ... --out runs/infl-softmax --resume --coverage 90 95 --results sets.csv
 
 The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the decoder writes the form letter by letter.
 Attention is softmax, a fixed alpha or learned; so is the output. Data: files of lemma, form and tags as in the CoNLL-SIGMORPHON
 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``; or one table (or Hub data set) that has a
 column ``lang`` and, if all splits are in it, ``split``. Accuracy is the share of words that are wholly right, averaged over
-languages. The test set is searched with a beam that keeps account of what it drops.
+languages. The test set is searched with a beam that keeps account of what it drops. ``--coverage`` measures conformal sets, of
+one step and of the whole answer, on random splits of the test set; the results then take its rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -35,10 +39,12 @@ from common.heads import head_statistics
 from common.outputs import output_support
 from common.results import END, columns
 from common.run import Run, check_model
+from common.sets import check_sets, measure_answers, measure_labels, report
 from common.settings import option, parse
 from common.training import Training, attention_and_output, make_sparse
 from hf_entmax.analysis.reading.tables import languages_of, read_lists
-from hf_entmax.generation import beam_search
+from hf_entmax.generation import EntmaxLogitsProcessor, beam_search, enumerate_hypotheses
+from hf_entmax.ops import support_temperature
 
 FIELDS = columns(
     "attention output_alpha seed data languages ensemble accuracy accuracy_per_language dev_accuracy",
@@ -47,6 +53,9 @@ FIELDS = columns(
     "density_decoder_self support_decoder_self js_decoder_self",
     END,
 )
+
+#: How many answers of a set are listed at most, and prefixes expanded for it.
+MOST_ANSWERS, MOST_PREFIXES = 200, 1000
 
 
 @dataclasses.dataclass
@@ -61,11 +70,14 @@ class Settings(ShapeSettings):
     beams: int = option(5, "beam width of the test")
     dropout: float = option(0.2, "everywhere but on attention weights")
     ensemble: list[str] = option([], "folders of finished models: test their averaged probabilities, train nothing")
+    coverage: list[float] = option([], "measure sets that hold the answer so often, %, e.g. 90 95; default: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("data", bool(self.data), "given: a file, or hub:OWNER/NAME@SPLIT")
         self.require_at_least(beams=1, dev_words=0, test_words=0)
+        self.require("coverage", all(0 < share < 100 for share in self.coverage), "between 0 and 100")
+        self.require("coverage", not (self.coverage and self.ensemble), "left out with ensemble: sets are one model's")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +239,47 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run,
     }
 
 
+def measure_sets(member: Any, words: list[Word], tokenizer: Any, run: Run) -> list[dict[str, Any]]:
+    """Coverage and size of conformal sets: of one step of each answer, drawn at random, and of whole answers."""
+    settings, device = run.settings, run.accelerator.device
+    alpha = settings.output_alpha if settings.output_alpha > 1 else 1.5
+    generator = torch.Generator().manual_seed(settings.seed)
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scores, costs = [], []
+    for batch in collated(encode(words, tokenizer), Collator(tokenizer, model=member), 100, device):
+        with torch.no_grad():
+            logits = member(**batch).logits.float().cpu()
+        for rows, labels in zip(logits, batch["labels"].cpu(), strict=True):
+            rows, labels = rows[labels != -100], labels[labels != -100]
+            one = int(torch.randint(len(labels), (1,), generator=generator))
+            steps.append((rows[one], labels[one]))
+            scores.append(support_temperature(rows, labels, alpha).max())
+            costs.append(-rows.double().log_softmax(-1).gather(-1, labels[:, None]).sum())
+
+    def listed(places: list[int], **limits: Any) -> list[tuple[int, bool]]:
+        batch = tokenizer([words[i].source for i in places], padding=True, return_tensors="pt").to(device)
+        found = enumerate_hypotheses(member, dict(batch), MOST_ANSWERS, budget=MOST_PREFIXES, **limits)
+        return [(len(one), len(one) < MOST_ANSWERS and one.expansions < MOST_PREFIXES) for one in found]
+
+    def supports(places: list[int], threshold: float) -> list[tuple[int, bool]]:
+        return listed(places, logits_processor=[EntmaxLogitsProcessor(alpha, threshold)])
+
+    def likely(places: list[int], threshold: float) -> list[tuple[int, bool]]:
+        return listed(places, min_mass=math.exp(-threshold))
+
+    wanted, seed = settings.coverage, settings.seed
+    logits, labels = map(torch.stack, zip(*steps, strict=True))
+    records = measure_labels(logits, labels, settings.output_alpha, wanted, seed)
+    records = [{"unit": "step", **record} for record in records]
+    answers = {f"entmax {alpha:g}": (scores, supports)}
+    if settings.output_alpha == 1.0:
+        answers["probability of the answer"] = (costs, likely)
+    for method, (own, listing) in answers.items():
+        for record in measure_answers(torch.stack(own), wanted, seed, listing):
+            records.append({"unit": "answer", "method": method, **record})
+    return records
+
+
 def main(settings: Settings) -> None:
     train, dev, test = (read_words(settings, split) for split in ("train", "dev", "test"))
     dev, test = first_of_each(dev, settings.dev_words), first_of_each(test, settings.test_words)
@@ -234,7 +287,9 @@ def main(settings: Settings) -> None:
         train, dev, test = (first_of_each(words, 4) for words in (train, dev, test))
     for folder in settings.ensemble:
         check_model(folder)
-    check_finish(settings, FIELDS)
+    fields = () if settings.coverage else FIELDS
+    check_finish(settings, fields)
+    check_sets(settings)
     run = Run(settings, "inflection")
     measures: dict[str, Any] = {}
     if settings.ensemble:
@@ -262,7 +317,10 @@ def main(settings: Settings) -> None:
         "languages": len({word.language for word in test}),
         "ensemble": len(settings.ensemble) or "",
     }
-    finish(run, FIELDS, measures, task="text2text-generation", data=name_of(settings.data), main_measures=["accuracy"])
+    if settings.coverage:
+        records = measure_sets(members[0], test, tokenizer, run)
+        report(run, records, data=settings.train_split, train_steps=training.progress.best_step)
+    finish(run, fields, measures, task="text2text-generation", data=name_of(settings.data), main_measures=["accuracy"])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
     Raises:
         ValueError: if the results file has other columns or cannot be written, or if nobody is logged in to the Hub.
     """
-    if settings.results:
+    if settings.results and fields:
         Results(Path(settings.results), fields)
     check_hub(settings.push_to_hub)
 
@@ -64,7 +64,7 @@ def finish(
 
     Args:
         run: the finished run.
-        fields: columns of the results file.
+        fields: columns of the results file; none where it takes other rows than this one.
         measures: the numbers.
         task: the Hub's name of the task, e.g. ``"translation"``.
         data: name of the data.
@@ -89,7 +89,7 @@ def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: An
     write_atomically(run.folder / "result.json", strict_json(row))
     model = run.folder / "model"
     write_card(model if model.exists() else run.folder, run.name, row, **card)  # an ensemble has no model of its own
-    if run.settings.results and not run.settings.smoke:
+    if run.settings.results and fields and not run.settings.smoke:
         book = Results(Path(run.settings.results), fields)
         # A finished run that is resumed only tests again.
         if not (finished and book.has(command=row["command"])):

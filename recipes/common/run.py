@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.
-MAY_DIFFER_ON_RESUME = ("out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps")
+MAY_DIFFER_ON_RESUME = (
+    "out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps", "coverage",
+)  # fmt: skip
 LOCK = "lock"
 
 #: Locks of this process, by folder; they go when the process ends, however it ends.

@@ -188,3 +188,30 @@ def test_settings_are_checked(option, message, capsys):
     with pytest.raises(SystemExit):
         parse(classification.Settings, classification.__doc__, given)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output_alpha", [1.0, 1.5])
+def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha):
+    if output_alpha == 1.0:
+        pytest.importorskip("mapie", reason="conformal sets of a softmax come from MAPIE")
+    many = Path(data).read_text().splitlines()
+    many += [
+        f"test\t{stem}{stem2}{end}\t{label}" for stem in STEMS for stem2 in STEMS for label, end in ENDINGS.items()
+    ]
+    Path(data).write_text("\n".join(many) + "\n")
+    results = tmp_path / "sets.csv"
+    classification.main(settings(data, tmp_path / "run", output_alpha=output_alpha))
+    before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    changes = {"coverage": [80.0, 95.0], "results": str(results), "output_alpha": output_alpha, "resume": True}
+    classification.main(settings(data, tmp_path / "run", **changes))
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == before
+    rows = list(csv.DictReader(results.open(newline="")))
+    names = ["entmax 1.5", "entmax, alpha chosen", *(["APS", "RAPS"] if output_alpha == 1.0 else [])]
+    assert [(row["method"], row["coverage_wanted"]) for row in rows] == [
+        (n, c) for c in ("80.0", "95.0") for n in names
+    ]
+    for row in rows:
+        # 153 calibrate and 154 test, ten times: six standard errors of one split.
+        assert abs(float(row["coverage"]) - float(row["coverage_wanted"])) < 14 and 0 < float(row["size"]) <= 3
+        assert (row["splits"], row["calibration"], row["test"], row["unit"]) == ("10", "153", "154", "label")

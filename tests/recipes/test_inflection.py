@@ -154,3 +154,27 @@ def test_the_configurations_are_right():
         )
         assert chosen.attention == "learned"
         assert chosen.epochs > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output_alpha", [1.0, 1.5])
+def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha):
+    if output_alpha == 1.0:
+        pytest.importorskip("mapie", reason="conformal sets of a softmax come from MAPIE")
+    for language, endings in ENDINGS.items():
+        rows = [f"{a}{b}\t{a}{b}{end}\tV;{tag}" for a in LEMMAS for b in LEMMAS[:3] for tag, end in endings.items()]
+        Path(data.format(language=language, split="test")).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run, results = settings(data, tmp_path / "run", output_alpha=output_alpha), tmp_path / "sets.csv"
+    inflection.main(run)
+    inflection.main(dataclasses.replace(run, resume=True, coverage=[80.0], results=str(results)))
+    rows = list(csv.DictReader(results.open(newline="")))
+    assert {(row["unit"], row["calibration"], row["test"]) for row in rows} == {
+        ("step", "48", "48"),
+        ("answer", "48", "48"),
+    }
+    answers = [row["method"] for row in rows if row["unit"] == "answer"]
+    assert answers == ["entmax 1.5", *(["probability of the answer"] if output_alpha == 1.0 else [])]
+    for row in rows:
+        assert abs(float(row["coverage"]) - 80) < 20 and float(row["size"]) > 0
+    with pytest.raises(ValueError, match="sets are one model's"):
+        settings(data, tmp_path / "other", ensemble=[str(tmp_path / "run" / "model")], coverage=[90.0])

@@ -1,0 +1,235 @@
+"""How well sets keep their promise: coverage and size of conformal sets over random splits, for the tables of the recipes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.finish import NOT_IN_COMMAND
+from common.results import Results, columns, command, hardware, versions
+from common.run import Run
+from hf_entmax.ops import conformal_temperature, support_at, support_temperature
+
+FIELDS = columns(
+    "attention output_alpha seed data unit method coverage_wanted alpha splits calibration test",
+    "coverage coverage_sd size size_sd worst_stratum strata listed whole train_steps command hardware versions",
+)
+SPLITS = 10
+#: Examples whose sets of whole answers are listed.
+LISTED = 50
+#: Examples of a split that calibrate, half of them at most, and that test, at most.
+MOST = 5000, 10_000
+#: Alphas that the sets of a softmax may have, and the first of them where none is chosen.
+ALPHAS = (1.5, 1.25, 2.0)
+#: Sizes of sets that are counted together for size-stratified coverage: up to these, and larger ones.
+STRATA = (1, 3, 10)
+
+#: From logits and labels that calibrate, logits to test and the allowed chance of a miss: the sets, bool ``[n, V]``.
+Method = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def check_sets(settings: Any) -> None:
+    """Say before training that the sets after it could not be measured.
+
+    Raises:
+        ValueError: if the results cannot be written, or if MAPIE is needed and not installed.
+    """
+    if settings.coverage and settings.results:
+        Results(Path(settings.results), FIELDS)
+    if settings.coverage and settings.output_alpha == 1.0:
+        _mapie()
+
+
+def _mapie() -> Any:
+    try:
+        import mapie.classification
+    except ImportError as error:
+        raise ValueError(
+            'coverage of a softmax is compared with APS and RAPS of MAPIE: pip install "hf_entmax[conformal]".'
+        ) from error
+    return mapie.classification
+
+
+def entmax_sets(alphas: Sequence[float]) -> Method:
+    """Supports of entmax; of several alphas the one with the smallest sets for a quarter of the calibration data."""
+
+    def method(logits: Tensor, labels: Tensor, test: Tensor, delta: float) -> Tensor:
+        best, rest = alphas[0], slice(None)
+        if len(alphas) > 1:
+            quarter = len(logits) // 4
+            own, rest = logits[:quarter], slice(quarter, None)
+
+            def size(alpha: float) -> int:
+                found = conformal_temperature(support_temperature(own, labels[:quarter], alpha), delta)
+                return int(support_at(own, found, alpha).sum())
+
+            best = min(alphas, key=size)
+        scores = support_temperature(logits[rest], labels[rest], best)
+        return support_at(test, conformal_temperature(scores, delta), best)
+
+    return method
+
+
+class _Softmax:
+    """What MAPIE takes for a classifier: its inputs are logits."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes_ = list(range(classes))
+
+    def fit(self, *_: Any) -> _Softmax:
+        return self
+
+    def predict_proba(self, logits: Any) -> Any:
+        return torch.from_numpy(logits).softmax(-1).numpy()
+
+    def predict(self, logits: Any) -> Any:
+        return logits.argmax(-1)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return True
+
+
+def mapie_sets(score: str) -> Method:
+    """APS (Romano et al. 2020) or RAPS (Angelopoulos et al. 2021) on the softmax of the logits, by MAPIE."""
+
+    def method(logits: Tensor, labels: Tensor, test: Tensor, delta: float) -> Tensor:
+        own = _mapie().SplitConformalClassifier(
+            _Softmax(logits.shape[-1]), 1.0 - delta, conformity_score=score, prefit=True, random_state=0
+        )
+        own.conformalize(logits.double().numpy(), labels.numpy())
+        options = {"conformity_score_params": {"include_last_label": "randomized"}}
+        return torch.from_numpy(own.predict_set(test.double().numpy(), **options)[1][..., 0])
+
+    return method
+
+
+def methods_of(alpha: float) -> dict[str, Method]:
+    """The methods for a model with this output alpha, by name."""
+    if alpha > 1:
+        return {f"entmax {alpha:g}": entmax_sets([alpha]), "entmax, alpha chosen": entmax_sets(ALPHAS)}
+    found = {"entmax 1.5": entmax_sets(ALPHAS[:1]), "entmax, alpha chosen": entmax_sets(ALPHAS)}
+    return {**found, "APS": mapie_sets("aps"), "RAPS": mapie_sets("raps")}
+
+
+def splits(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Which examples calibrate and which test, in each of `SPLITS` random splits."""
+    generator = torch.Generator().manual_seed(seed)
+    half = min(count // 2, MOST[0])
+    orders = [torch.randperm(count, generator=generator) for _ in range(SPLITS)]
+    return [(order[:half], order[half : half + MOST[1]]) for order in orders]
+
+
+def measure(hits: list[Tensor], sizes: list[Tensor]) -> dict[str, Any]:
+    """Coverage and sizes of the sets of every split, ``[test]`` each; shares in %.
+
+    Size-stratified coverage is that of the sets of similar size, over all splits; the worst is taken over the strata that
+    hold at least one set in a hundred (Angelopoulos et al. 2021).
+    """
+    shares = [100 * float(hit.double().mean()) for hit in hits]
+    means = [float(size.double().mean()) for size in sizes]
+    hit, size = torch.cat(hits), torch.cat(sizes)
+    strata, worst = [], 100.0
+    for low, high in zip((-1, *STRATA), (*STRATA, None), strict=True):
+        inside = (size > low) & (size <= high) if high is not None else size > low
+        if bool(inside.any()):
+            covered, share = 100 * float(hit[inside].double().mean()), 100 * float(inside.double().mean())
+            strata.append(f"{f'<={high}' if high is not None else f'>{low}'}:{covered:.1f} ({share:.1f})")
+            worst = min(worst, covered) if share >= 1 else worst
+    return {
+        "coverage": round(statistics.fmean(shares), 2),
+        "coverage_sd": round(statistics.stdev(shares), 2),
+        "size": round(statistics.fmean(means), 3),
+        "size_sd": round(statistics.stdev(means), 3),
+        "worst_stratum": round(worst, 1),
+        "strata": ", ".join(strata),
+        "splits": len(hits),
+        "calibration": "",
+        "test": len(hits[0]),
+    }
+
+
+def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequence[float], seed: int) -> list[dict]:
+    """A record for every coverage and method.
+
+    Args:
+        logits: of held-out examples, float ``[n, V]``.
+        labels: int64 ``[n]``.
+        alpha: of the model's output.
+        wanted: coverages, in %.
+        seed: of the splits.
+    """
+    records = []
+    chosen = splits(len(labels), seed)
+    for share in wanted:
+        for name, method in methods_of(alpha).items():
+            hits, sizes = [], []
+            try:
+                for held, test in chosen:
+                    inside = method(logits[held], labels[held], logits[test], round(1 - share / 100, 6))
+                    hits.append(inside.gather(-1, labels[test, None]).squeeze(-1))
+                    sizes.append(inside.sum(-1))
+            except ValueError as error:
+                # MAPIE's RAPS wants every class twice among the data that choose its penalty.
+                if name != "RAPS" or "class" not in str(error):
+                    raise
+                continue
+            found = {"method": name, "coverage_wanted": share, **measure(hits, sizes)}
+            records.append(found | {"calibration": len(chosen[0][0])})
+    return records
+
+
+def measure_answers(
+    scores: Tensor, wanted: Sequence[float], seed: int, listed: Callable[[list[int], float], list[tuple[int, bool]]]
+) -> list[dict[str, Any]]:
+    """A record for every coverage, for sets of whole answers: those with a score below a threshold.
+
+    Coverage is that of all splits; the sets themselves are listed for the first examples that the first split tests, at
+    its threshold. Where not all of them could be listed whole, the mean size is a lower bound.
+
+    Args:
+        scores: of the true answers, ``[n]``.
+        wanted: coverages, in %.
+        seed: of the splits.
+        listed: of some examples, how many answers have a score below a threshold, and whether that is all of them.
+    """
+    records, chosen = [], splits(len(scores), seed)
+    for share in wanted:
+        hits, sets = [], []
+        for held, test in chosen:
+            threshold = conformal_temperature(scores[held], round(1 - share / 100, 6))
+            hits.append(scores[test] < threshold)
+            sets = sets or listed(test[:LISTED].tolist(), threshold)
+        own = hits[0][:LISTED], torch.tensor([size for size, _ in sets])
+        alike = measure(*([part, part] for part in own))
+        records.append(
+            {
+                "coverage_wanted": share,
+                **measure(hits, [torch.zeros(len(hit)) for hit in hits]),
+                **{name: alike[name] for name in ("size", "strata", "worst_stratum")},
+                "size_sd": "",
+                "calibration": len(chosen[0][0]),
+                "listed": len(sets),
+                "whole": round(100 * statistics.fmean(whole for _, whole in sets), 1),
+            }
+        )
+    return records
+
+
+def report(run: Run, records: list[dict[str, Any]], **same: Any) -> None:
+    """Say the measures and append a row for each to the results."""
+    origin = {"command": command(NOT_IN_COMMAND), "hardware": hardware(), "versions": versions("accelerate")}
+    kind = {name: getattr(run.settings, name) for name in ("attention", "output_alpha", "seed")}
+    for record in records:
+        run.say("  ".join(f"{name} {value}" for name, value in {**same, **record}.items()))
+    if run.main and run.settings.results and not run.settings.smoke:
+        book = Results(Path(run.settings.results), FIELDS)
+        for record in records:
+            row = {**kind, **same, **record, **origin}
+            key = {name: row[name] for name in ("command", "unit", "method", "coverage_wanted")}
+            if not book.has(**key):
+                book.add(**row)

@@ -1,0 +1,34 @@
+"""Coverage and sizes of sets, as the recipes report them."""
+
+import pytest
+import torch
+
+from common import sets
+
+
+def test_measures_by_hand():
+    hits = [torch.tensor([True, True, False, True]), torch.tensor([True, True, True, True])]
+    sizes = [torch.tensor([1, 2, 3, 4]), torch.tensor([1, 1, 11, 12])]
+    found = sets.measure(hits, sizes)
+    assert (found["coverage"], found["size"], found["splits"], found["test"]) == (87.5, 4.375, 2, 4)
+    assert found["coverage_sd"] == pytest.approx(25 / 2**0.5, abs=0.01)
+    assert found["strata"] == "<=1:100.0 (37.5), <=3:50.0 (25.0), <=10:100.0 (12.5), >10:100.0 (25.0)"
+    assert found["worst_stratum"] == 50
+
+
+def test_splits_are_disjoint_and_random():
+    first, second = sets.splits(101, 0)[:2]
+    assert len(first[0]) == 50 and len(first[1]) == 51 and not set(first[0].tolist()) & set(first[1].tolist())
+    assert not torch.equal(first[0], second[0]) and torch.equal(first[0], sets.splits(101, 0)[0][0])
+
+
+def test_all_methods_cover_what_was_asked_for():
+    pytest.importorskip("mapie", reason="conformal sets of a softmax come from MAPIE")
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 8, generator=generator)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    records = sets.measure_labels(logits, labels, 1.0, [90.0], 0)
+    assert [record["method"] for record in records] == ["entmax 1.5", "entmax, alpha chosen", "APS", "RAPS"]
+    for record in records:
+        # 2,000 calibrate and 2,000 test: one split has a standard deviation of 0.95, the splits share their data.
+        assert abs(record["coverage"] - 90) < 3 and 1 < record["size"] < 8
