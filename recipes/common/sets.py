@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,10 @@ def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequenc
                     hits.append(inside.gather(-1, labels[test, None]).squeeze(-1))
                     sizes.append(inside.sum(-1))
             except ValueError as error:
-                # MAPIE's RAPS wants every class twice among the data that choose its penalty.
-                if name != "RAPS" or "class" not in str(error):
+                if name != "RAPS":
                     raise
+                # A fifth of the data chooses its penalty: MAPIE wants every class twice among them, and enough of them.
+                warnings.warn(f"no row for RAPS at {share} %: {error}", stacklevel=2)
                 continue
             found = {"method": name, "coverage_wanted": share, **measure(hits, sizes)}
             records.append(found | {"calibration": len(chosen[0][0])})
