@@ -18,7 +18,6 @@ from hf_entmax.generation.members import (
     as_inputs,
     as_models,
     end_of_sequence,
-    output_alpha_of,
     with_members,
     without_entmax,
 )
@@ -258,9 +257,8 @@ def certified_beam_search(
     check_search_options(tolerance=tolerance)
     num_beams = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     count = generation_config.num_return_sequences or 1
-    processors, alpha = without_entmax(logits_processor)
-    alpha = output_alpha_of(model, None) if alpha is None else alpha
-    member = Member(model, alpha, input_ids, processors, model_kwargs)
+    processors, entmax = without_entmax(logits_processor, model)
+    member = Member(model, entmax, input_ids, processors, model_kwargs)
     eos, criteria = end_of_sequence(generation_config, stopping_criteria)
     ensemble = Ensemble([member], eos, int(generation_config.max_length) - input_ids.shape[1], criteria)
     results = tuple(found.result(tolerance) for found in run_beams(ensemble, num_beams))

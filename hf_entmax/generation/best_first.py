@@ -11,7 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from hf_entmax.generation.beam import TOLERANCE, check_search_options, run_beams
-from hf_entmax.generation.members import Ensemble, as_inputs, as_models, number_of_inputs, with_members, with_one_input
+from hf_entmax.generation.members import (
+    Ensemble,
+    as_inputs,
+    as_models,
+    number_of_inputs,
+    take_inputs,
+    with_members,
+    with_one_input,
+)
+from hf_entmax.generation.prefixes import PrefixCache, largest_group
 from hf_entmax.generation.results import Findings, SearchResult
 
 # Continuations remembered per prefix; softmax models have as many as the vocabulary is large. The others count as
@@ -35,28 +44,32 @@ class _BestFirst:
     Siblings wait behind the best of them, so that the queue holds one entry per expanded prefix.
 
     Attributes:
-        ensemble: prepared for this input.
+        row: the input's place in the batch.
+        eos: end-of-sequence tokens.
+        max_new_tokens: longer prefixes are not expanded.
         incumbent: log-probability of the best hypothesis known.
         hypotheses: how many to list.
         floor: log-probability of the least probable hypothesis worth listing.
         budget: prefixes to expand.
-        batch_size: prefixes to expand at a time.
         best_only: branch and bound: drop what cannot beat the best hypothesis known, stop when it is certain.
         tolerance: relative slack of "cannot beat".
     """
 
-    ensemble: Ensemble
+    row: int
+    eos: list[int]
+    max_new_tokens: int
     incumbent: float = -math.inf
     hypotheses: float = math.inf
     floor: float = -math.inf
     budget: int = 1000
-    batch_size: int = 16
     best_only: bool = False
     tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
-        self.found, self.eos, self.order = Findings(), self.ensemble.eos_token_ids, itertools.count()
+        self.found, self.order = Findings(), itertools.count()
         self.queue: list[tuple[float, int, _Children, int]] = []
+        #: Log-probabilities of the prefixes that wait for the models.
+        self.waiting: dict[tuple[int, ...], float] = {(): 0.0}
 
     @property
     def worthless(self) -> float:
@@ -65,18 +78,12 @@ class _BestFirst:
             return self.floor
         return max(self.floor, self.incumbent - math.log1p(self.tolerance))
 
-    def run(self) -> Findings:
-        """Search until nothing is left, enough is known, or the budget is spent."""
-        self._expand([((), 0.0)])
-        while (waiting := self._next_prefixes()) is not None:
-            self._expand(waiting)
-        self._drop_queue()
-        return self.found
+    def next_prefixes(self, share: int) -> None:
+        """Take the best prefixes from the queue, ``share`` at most, and list the hypotheses that come before them.
 
-    def _next_prefixes(self) -> list[tuple[tuple[int, ...], float]] | None:
-        """Take the best prefixes from the queue, listing the hypotheses that come before them; None at the end."""
-        room = min(self.batch_size, self.budget - self.found.expansions)
-        waiting: list[tuple[tuple[int, ...], float]] = []
+        When none waits after that, the search is over: nothing is left, enough is known, or the budget is spent.
+        """
+        room, waiting = min(share, self.budget - self.found.expansions), self.waiting
         while self.queue and len(waiting) < room and not self._enough():
             negative, _, children, place = self.queue[0]
             token = children.tokens[place]
@@ -90,32 +97,33 @@ class _BestFirst:
             if ended:
                 self.found.finished.append((-negative, list(prefix)))
                 if self.best_only:
-                    return None
-            elif len(prefix) >= self.ensemble.max_new_tokens:
+                    break
+            elif len(prefix) >= self.max_new_tokens:
                 self.found.unfinished.append((-negative, list(prefix)))
             else:
-                waiting.append((prefix, -negative))
-        return waiting or None
+                waiting[prefix] = -negative
+        if not waiting:
+            self._drop_queue()
 
     def _enough(self) -> bool:
         return len(self.found.finished) + len(self.found.unfinished) >= self.hypotheses
 
-    def _expand(self, nodes: list[tuple[tuple[int, ...], float]]) -> None:
-        """Ask the models what may follow some prefixes, and queue it."""
-        all_log_probs = self.ensemble.after([prefix for prefix, _ in nodes]).cpu()
-        self.found.expansions += len(nodes)
-        for (prefix, value), log_probs in zip(nodes, all_log_probs, strict=True):
-            total = value + log_probs
-            if bool((log_probs == -math.inf).all()):
-                self.found.dead_mass += math.exp(value)
-                continue
-            self.incumbent = max(self.incumbent, float(total[self.eos].max()))
-            keep = (total > -math.inf) & (total >= self.worthless)
-            self._prune(total[(total > -math.inf) & ~keep])
-            tokens = keep.nonzero().squeeze(-1)
-            values, order = total[tokens].sort(descending=True, stable=True)
-            self._prune(values[MAX_CHILDREN:])
-            self._push(_Children(prefix, tokens[order][:MAX_CHILDREN].tolist(), values[:MAX_CHILDREN].tolist()), 0)
+    def expand(self, prefix: tuple[int, ...], log_probs: Tensor) -> None:
+        """Queue what may follow a prefix that waited."""
+        value = self.waiting.pop(prefix)
+        self.found.expansions += 1
+        total = value + log_probs
+        if bool((log_probs == -math.inf).all()):
+            self.found.dead_mass += math.exp(value)
+            return
+        self.incumbent = max(self.incumbent, float(total[self.eos].max()))
+        possible = total > -math.inf
+        keep = possible & (total >= self.worthless)
+        self._prune(total[possible & ~keep])
+        tokens = keep.nonzero().squeeze(-1)
+        values, order = total[tokens].sort(descending=True, stable=True)
+        self._prune(values[MAX_CHILDREN:])
+        self._push(_Children(prefix, tokens[order][:MAX_CHILDREN].tolist(), values[:MAX_CHILDREN].tolist()), 0)
 
     def _push(self, children: _Children, place: int) -> None:
         if place < len(children.tokens):
@@ -139,20 +147,54 @@ class _BestFirst:
                 self.found.prune(value, math.exp(value))
 
 
-def _search_one(
-    models: list[Any], inputs: list[dict[str, Any]], index: int, limits: dict[str, Any], **rest: Any
-) -> Findings:
-    """Best-first search for element ``index`` of a batch."""
+def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> list[Findings]:
+    """Run the searches of all inputs side by side; their prefixes of one length are read together."""
+    caches = [PrefixCache(member) for member in ensemble.members]
+    active = searches
+    while active:
+        nodes = largest_group([(search.row, prefix) for search in active for prefix in search.waiting])
+        prefixes = [prefix for _, prefix in nodes]
+        all_log_probs = ensemble.average(
+            [cache.member.log_probs_after(prefixes, cache.after(nodes)) for cache in caches]
+        ).cpu()
+        for (row, prefix), log_probs in zip(nodes, all_log_probs, strict=True):
+            searches[row].expand(prefix, log_probs)
+        # Prefixes that a search takes ahead may turn out to be needless: the more inputs there are, the fewer it takes.
+        share = max(1, batch_size // len(active))
+        for search in active:
+            if not search.waiting:
+                search.next_prefixes(share)
+        active = [search for search in active if search.waiting]
+    return [search.found for search in searches]
 
-    def body(ensemble: Ensemble) -> Findings:
-        if ensemble.criteria or not ensemble.eos_token_ids:
+
+def _search(
+    models: list[Any], inputs: list[dict[str, Any]], limits: list[dict[str, Any]], *, batch_size: int, **rest: Any
+) -> list[Findings]:
+    """Best-first search for every element of a batch, with the limits of each."""
+
+    def body(ensemble: Ensemble, limits: list[dict[str, Any]] = limits) -> list[Findings] | None:
+        eos, longest = ensemble.eos_token_ids, ensemble.max_new_tokens
+        if ensemble.criteria or not eos:
             names = [type(criterion).__name__ for criterion in ensemble.criteria]
             raise ValueError(
                 f"best-first search ends hypotheses by end-of-sequence tokens alone, not by {names}: leave them out."
             )
-        return _BestFirst(ensemble, **limits).run()
+        if len(limits) > 1 and any(member.processors for member in ensemble.members):
+            return None  # they look back at whole batches, row by row
+        searches = [_BestFirst(row, eos, longest, **own) for row, own in enumerate(limits)]
+        return _run(ensemble, searches, batch_size)
 
-    return with_one_input(models, inputs, index, body, **rest)
+    options = rest.pop("options")
+    rest["options"] = options if "use_cache" in options else {"cache_implementation": "dynamic", **options}
+    together = options.get("prefix_allowed_tokens_fn") is None
+    found = with_members(models, inputs, body, num_beams=1, **rest) if together else None
+    if found is not None:
+        return found
+    each = []
+    for index, own in enumerate(limits):
+        each += with_one_input(models, inputs, index, lambda ensemble, own=own: body(ensemble, [own]), **rest)
+    return each
 
 
 def enumerate_hypotheses(
@@ -171,8 +213,9 @@ def enumerate_hypotheses(
     """All hypotheses with a probability above 0, in the order of their probability, down to a limit.
 
     Prefixes are expanded best first. A hypothesis is listed when nothing that is left can be more probable, so that
-    a search that ends early has still found the most probable ones. The model runs without a cache, on
-    ``batch_size`` prefixes at a time.
+    a search that ends early has still found the most probable ones. All inputs are searched side by side, and every prefix
+    is read once: its keys and values are kept (except for models whose cache is of another kind than Transformers' plain
+    dynamic one).
 
     Args:
         model: as for :func:`beam_search`; a list of models is an ensemble.
@@ -181,7 +224,7 @@ def enumerate_hypotheses(
         min_mass: leave out hypotheses less probable than this, in [0, 1].
         max_new_tokens: as for :func:`beam_search`.
         budget: prefixes to expand per input at most, at least 1. When it is spent, the hypotheses met so far are listed.
-        batch_size: prefixes expanded at a time, at least 1.
+        batch_size: prefixes expanded ahead, shared by the inputs of the batch, at least 1.
         output_alpha: as for :func:`beam_search`.
         tolerance: as for :func:`beam_search`.
         **options: as for :func:`beam_search`; ``stopping_criteria`` are refused.
@@ -203,10 +246,9 @@ def enumerate_hypotheses(
     models = as_models(model)
     each = as_inputs(inputs, models)
     floor = math.log(min_mass) if min_mass > 0 else -math.inf
-    limits = {"hypotheses": max_hypotheses, "floor": floor, "budget": budget, "batch_size": batch_size}
-    limits |= {"tolerance": tolerance}
+    limits = {"hypotheses": max_hypotheses, "floor": floor, "budget": budget, "tolerance": tolerance}
     shared = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
-    found = [_search_one(models, each, i, limits, **shared) for i in range(number_of_inputs(each))]
+    found = _search(models, each, [limits] * number_of_inputs(each), batch_size=batch_size, **shared)
     return [one.result(tolerance) for one in found]
 
 
@@ -236,7 +278,7 @@ def exact_map(
         num_beams: of the beam search, at least 1.
         max_new_tokens: as for :func:`beam_search`. Outputs longer than that are not ruled out by it: a prefix that it
             cuts off and that is more probable than the best hypothesis costs the certificate.
-        batch_size: prefixes expanded at a time, at least 1.
+        batch_size: prefixes expanded ahead, shared by the inputs of the batch, at least 1.
         output_alpha: as for :func:`beam_search`.
         tolerance: as for :func:`beam_search`.
         **options: as for :func:`beam_search`; ``stopping_criteria`` are refused.
@@ -257,16 +299,20 @@ def exact_map(
     )
     models = as_models(model)
     each = as_inputs(inputs, models)
-    number_of_inputs(each)  # complains of batches that differ before the beam search
+    size = number_of_inputs(each)  # complains of batches that differ before the beam search
     shared: dict[str, Any] = {"output_alpha": output_alpha, "max_new_tokens": max_new_tokens, "options": options}
     beams = with_members(models, each, lambda ensemble: run_beams(ensemble, num_beams), num_beams=num_beams, **shared)
-    limits = {"budget": budget, "batch_size": batch_size, "best_only": True, "tolerance": tolerance}
-    results = []
-    for index, beam in enumerate(beams):
-        if not beam.result(tolerance).optimal:
-            beam = _merged(beam, _search_one(models, each, index, limits | {"incumbent": beam.best}, **shared))
-        results.append(beam.result(tolerance))
-    return results
+    left = [index for index, beam in enumerate(beams) if not beam.result(tolerance).optimal]
+    if left:
+        limits = {"budget": budget, "best_only": True, "tolerance": tolerance}
+        own = [take_inputs(one, left, size) for one in each]
+        if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
+            # The user's function counts the elements of the user's batch.
+            options["prefix_allowed_tokens_fn"] = lambda index, input_ids: allowed(left[index], input_ids)
+        incumbents = [limits | {"incumbent": beams[index].best} for index in left]
+        for index, exact in zip(left, _search(models, own, incumbents, batch_size=batch_size, **shared), strict=True):
+            beams[index] = _merged(beams[index], exact)
+    return [beam.result(tolerance) for beam in beams]
 
 
 def _merged(beam: Findings, exact: Findings) -> Findings:

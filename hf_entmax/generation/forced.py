@@ -175,7 +175,7 @@ def force_decode(
             lambda ensemble, target=target: _positions(ensemble, target),
             output_alpha=output_alpha,
             max_new_tokens=len(target),
-            options=options,
+            options={**options, "use_cache": False},
         )
         if max(target) >= (classes := log_probs.shape[-1]) or min(target) < 0:
             raise ValueError(f"targets hold {max(target)} or {min(target)}, outside the vocabulary of {classes}.")

@@ -16,7 +16,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
-    TemperatureLogitsWarper,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.generic import ModelOutput
@@ -32,17 +31,22 @@ class Member:
     """One model with its inputs, as ``generate()`` hands them to a decoding loop.
 
     ``input_ids`` ``[rows, T]`` are prompts or decoder start tokens, ``processors`` act on the logits before they become
-    probabilities by entmax of ``alpha``, ``options`` are keyword arguments for the model.
+    probabilities by ``entmax``, the mapping and its temperature, ``options`` are keyword arguments for the model.
 
     Raises:
         ValueError: if they hold a quantized cache.
     """
 
     def __init__(
-        self, model: Any, alpha: float, input_ids: Tensor, processors: LogitsProcessorList, options: dict[str, Any]
+        self,
+        model: Any,
+        entmax: EntmaxLogitsProcessor,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        options: dict[str, Any],
     ) -> None:
         self.model = model
-        self.alpha = alpha
+        self.entmax = entmax
         self.input_ids = input_ids
         self.processors = processors
         self.options = options
@@ -62,11 +66,11 @@ class Member:
             raise ValueError(f"{type(self.model).__name__} returned NaN: there are no probabilities to search.")
         if scores.device.type == "mps":
             scores = scores.cpu()
-        return log_entmax(scores.double(), self.alpha)
+        return log_entmax(scores.double() / self.entmax.temperature, self.entmax.alpha)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Continue all rows, with the cache: log-probabilities ``[rows, V]`` after the new tokens ``[rows, t]``."""
-        input_ids = self._with(tokens)
+        input_ids = self.with_prompts(tokens)
         # Without a cache, every step is a first one: the model sees the whole sequence.
         one = 1 if self.options.get("use_cache") and not self._first else None
         inputs = self.model.prepare_inputs_for_generation(
@@ -95,48 +99,48 @@ class Member:
                 f"the cache of {type(self.model).__name__} ({type(cache).__name__}) cannot be reordered: pass use_cache=False."
             )
 
-    def forward_prefixes(self, prefixes: Sequence[Sequence[int]], keep: int) -> Tensor:
+    def forward_prefixes(
+        self, prefixes: Sequence[Sequence[int]], keep: int, rows: Sequence[int] | None = None
+    ) -> Tensor:
         """Logits ``[n, keep, V]`` after ``n`` prefixes of any lengths, in one pass without a cache.
 
         Shorter prefixes are filled up behind their end, which a causal model does not notice before. ``keep`` positions
-        are returned, counted from the end of the longest prefix.
+        are returned, counted from the end of the longest prefix. ``rows`` says which input each belongs to (the only one).
         """
-        count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
-        coded = {"is_encoder_decoder": self.model.config.is_encoder_decoder}
-        options = {name: _repeat(name, value, count) for name, value in self.options.items()}
+        longest = max(len(prefix) for prefix in prefixes)
         filler = int(self.input_ids[0, -1])
         new = torch.tensor([[*prefix, *[filler] * (longest - len(prefix))] for prefix in prefixes], dtype=torch.long)
-        input_ids = self._with(new)
-        if longest:
-            update = self.model._update_model_kwargs_for_generation
-            options = update(ModelOutput(), options, **coded, num_new_tokens=longest)
+        rows = [0] * len(prefixes) if rows is None else rows
+        input_ids, options = self.with_prompts(new, rows), self.options_after(rows, longest)
         if "logits_to_keep" in options:
             options["logits_to_keep"] = keep
         inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **options)
         return self.model(**inputs, return_dict=True).logits[:, -keep:]
 
-    def after(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probabilities of the next token after each prefix, ``[len(prefixes), V]``, for a batch of one input."""
-        lengths = [len(prefix) for prefix in prefixes]
-        longest = max(lengths)
-        logits = self.forward_prefixes(prefixes, longest - min(lengths) + 1)
-        last = torch.stack([logits[i, length - longest - 1] for i, length in enumerate(lengths)])
-        return self.log_probs_after(prefixes, last)
+    def options_after(self, rows: Sequence[int], length: int) -> dict[str, Any]:
+        """What the model takes besides tokens for some of the inputs, when so many tokens have followed the prompt."""
+        places, size = torch.tensor(rows), self.input_ids.shape[0]
+        options = {name: _take_rows(name, value, places, size) for name, value in self.options.items()}
+        if not length:
+            return options
+        coded = self.model.config.is_encoder_decoder
+        update = self.model._update_model_kwargs_for_generation
+        return update(ModelOutput(), options, is_encoder_decoder=coded, num_new_tokens=length)
 
     def log_probs_after(self, prefixes: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """Log-probabilities from the logits ``[n, V]`` after ``n`` prefixes of any lengths, for a batch of one input."""
+        """Log-probabilities from the logits ``[n, V]`` after ``n`` prefixes of any lengths; of one input if processed."""
         if not self.processors:
             return self.log_probs(logits, self.input_ids)
         # Processors look back at whole sequences, which differ in length here.
         rows = []
         for prefix, scores in zip(prefixes, logits, strict=True):
             new = torch.tensor([list(prefix)], dtype=torch.long)
-            rows.append(self.log_probs(scores[None], self._with(new)))
+            rows.append(self.log_probs(scores[None], self.with_prompts(new)))
         return torch.cat(rows)
 
-    def _with(self, tokens: Tensor) -> Tensor:
-        """Prompts and new tokens, as many prompts as there are rows of those."""
-        prompts = self.input_ids.expand(len(tokens), -1)
+    def with_prompts(self, tokens: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Prompts, those of ``rows`` or as many as there are rows of tokens, and new tokens."""
+        prompts = self.input_ids.expand(len(tokens), -1) if rows is None else self.input_ids[list(rows)]
         return torch.cat((prompts, tokens.to(prompts.device)), dim=-1)
 
 
@@ -180,22 +184,18 @@ class Ensemble:
         for member in self.members:
             member.reorder(rows)
 
-    def after(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
-        """See :meth:`Member.after`."""
-        return self.average([member.after(prefixes) for member in self.members])
 
-
-def _repeat(name: str, value: Any, count: int) -> Any:
-    """Copy what belongs to the one input, ``count`` times."""
+def _take_rows(name: str, value: Any, rows: Tensor, size: int) -> Any:
+    """What belongs to some of ``size`` inputs."""
     if isinstance(value, ModelOutput):
-        return type(value)(**{key: _repeat(key, part, count) for key, part in value.items()})
+        return type(value)(**{key: _take_rows(key, part, rows, size) for key, part in value.items()})
     if isinstance(value, tuple):
-        return tuple(_repeat(name, part, count) for part in value)
+        return tuple(_take_rows(name, part, rows, size) for part in value)
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     # Positions may have a dimension for their kinds (text, height, width) before the batch.
     batch_dim = 1 if name.endswith("position_ids") and value.dim() == 3 else 0
-    return value.repeat_interleave(count, dim=batch_dim) if value.shape[batch_dim] == 1 else value
+    return value.index_select(batch_dim, rows.to(value.device)) if value.shape[batch_dim] == size else value
 
 
 def output_alpha_of(model: Any, given: float | None) -> float:
@@ -206,22 +206,24 @@ def output_alpha_of(model: Any, given: float | None) -> float:
     return float(config.get("output_alpha") or 1.0)
 
 
-def without_entmax(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, float | None]:
-    """Take out the entmax processor (the search does that itself, in float64) and say which alpha it had.
+def without_entmax(
+    processors: LogitsProcessorList, model: Any, output_alpha: float | None = None
+) -> tuple[LogitsProcessorList, EntmaxLogitsProcessor]:
+    """Take out the entmax processor, which the search applies itself, in float64; where there is none, the model's alpha.
 
-    Its temperature stays, last of all.
+    A given ``output_alpha`` replaces that of the processor.
 
     An end that is forced at the maximum length is taken out too: it would make every cut-off sequence look finished.
     """
-    rest, alpha, temperature = LogitsProcessorList(), None, 1.0
+    rest, entmax = LogitsProcessorList(), None
     for processor in processors:
         if isinstance(processor, EntmaxLogitsProcessor):
-            alpha, temperature = processor.alpha, processor.temperature
+            entmax = processor
         elif not isinstance(processor, ForcedEOSTokenLogitsProcessor):
             rest.append(processor)
-    if temperature != 1.0:
-        rest.append(TemperatureLogitsWarper(temperature))
-    return rest, alpha
+    if entmax is None or output_alpha is not None:
+        entmax = EntmaxLogitsProcessor(output_alpha_of(model, output_alpha), entmax.temperature if entmax else 1.0)
+    return rest, entmax
 
 
 def end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
@@ -300,12 +302,12 @@ def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
     return sizes.pop()
 
 
-def _take_input(inputs: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
-    """The inputs of one element of the batch, still with a batch dimension."""
+def take_inputs(inputs: Mapping[str, Any], indices: Sequence[int], size: int) -> dict[str, Any]:
+    """The inputs of some elements of the batch."""
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
-            return value[index : index + 1]
+            return value[list(indices)]
         if isinstance(value, ModelOutput):
             return type(value)(**{key: take(part) for key, part in value.items()})
         return value
@@ -340,10 +342,8 @@ def with_members(
         generation_config: Any,
         **rest: Any,
     ) -> T:
-        processors, alpha = without_entmax(logits_processor)
-        if output_alpha is not None or alpha is None:
-            alpha = output_alpha_of(model, output_alpha)
-        members.append(Member(model, alpha, input_ids, processors, rest))
+        processors, entmax = without_entmax(logits_processor, model, output_alpha)
+        members.append(Member(model, entmax, input_ids, processors, rest))
         eos, criteria = end_of_sequence(generation_config, stopping_criteria)
         ends.append((eos, int(generation_config.max_length) - input_ids.shape[1], criteria))
         return prepare(len(members))
@@ -400,11 +400,10 @@ def with_one_input(
     options: dict[str, Any],
     **rest: Any,
 ) -> T:
-    """As :func:`with_members`, for element ``index`` of the batch alone and without a cache."""
-    options = {**options, "use_cache": False}
+    """As :func:`with_members`, for element ``index`` of the batch alone."""
     if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
         # The user's function counts the elements of the user's batch.
-        options["prefix_allowed_tokens_fn"] = lambda _, input_ids: allowed(index, input_ids)
+        options = {**options, "prefix_allowed_tokens_fn": lambda _, input_ids: allowed(index, input_ids)}
     size = number_of_inputs(inputs)
-    one = [_take_input(each, index, size) for each in inputs]
+    one = [take_inputs(each, [index], size) for each in inputs]
     return with_members(models, one, body, num_beams=1, options=options, **rest)

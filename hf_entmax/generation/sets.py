@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import Pipeline, TemperatureLogitsWarper
+from transformers import Pipeline
 
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.generation.best_first import enumerate_hypotheses
@@ -301,8 +301,7 @@ def _answers(
     models = as_models(model)
 
     def others(ensemble: Ensemble) -> list[str]:
-        kept = ensemble.members[0].processors
-        return [type(one).__name__ for one in kept if not isinstance(one, TemperatureLogitsWarper)]
+        return [type(one).__name__ for one in ensemble.members[0].processors]
 
     shared: dict[str, Any] = {"output_alpha": None, "max_new_tokens": max_new_tokens, "options": options}
     if found := with_one_input(models, as_inputs(inputs, models), 0, others, **shared):
