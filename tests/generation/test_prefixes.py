@@ -1,5 +1,6 @@
 """Best-first search with keys and values kept: the same results as without, every prefix read once, all inputs together."""
 
+import functools
 import random
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_cache_changes_nothing_and_every_token_is_read_once(family, monkeypa
     read, rows = 0, []
     forward = type(model).forward
 
+    @functools.wraps(forward)  # its parameters are looked at
     def counting(self, *args, **kwargs):
         nonlocal read
         tokens = kwargs["decoder_input_ids"] if model.config.is_encoder_decoder else kwargs["input_ids"]
@@ -41,7 +43,7 @@ def test_the_cache_changes_nothing_and_every_token_is_read_once(family, monkeypa
     prompts = 4 if model.config.is_encoder_decoder else batch["input_ids"].numel()
     # The empty prefixes are read with their prompts, every other one is one token.
     assert read == prompts + prefixes - 4 and sum(rows) == prefixes
-    assert len(rows) < prefixes / 4
+    assert len(rows) < prefixes / 2  # several at a time
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
