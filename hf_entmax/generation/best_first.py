@@ -106,7 +106,16 @@ class _BestFirst:
             self._drop_queue()
 
     def _enough(self) -> bool:
-        return len(self.found.finished) + len(self.found.unfinished) >= self.hypotheses
+        return self._listed >= self.hypotheses
+
+    @property
+    def _listed(self) -> int:
+        return len(self.found.finished) + len(self.found.unfinished)
+
+    @property
+    def wanted(self) -> float:
+        """How many more hypotheses the search is after."""
+        return 1 if self.best_only else self.hypotheses - self._listed
 
     def expand(self, prefix: tuple[int, ...], log_probs: Tensor) -> None:
         """Queue what may follow a prefix that waited."""
@@ -159,11 +168,11 @@ def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> lis
         ).cpu()
         for (row, prefix), log_probs in zip(nodes, all_log_probs, strict=True):
             searches[row].expand(prefix, log_probs)
-        # Prefixes that a search takes ahead may turn out to be needless: the more inputs there are, the fewer it takes.
-        share = max(1, batch_size // len(active))
+        # Prefixes that are taken ahead may turn out to be needless, the more so where one hypothesis is wanted: then no more
+        # of them than make a batch with those of the other inputs.
         for search in active:
             if not search.waiting:
-                search.next_prefixes(share)
+                search.next_prefixes(int(max(1, batch_size // len(active), min(batch_size, search.wanted))))
         active = [search for search in active if search.waiting]
     return [search.found for search in searches]
 
