@@ -66,10 +66,9 @@ def test_the_set_is_the_support_of_entmax(alpha, classes):
     for temperature in (0.01, 0.5, 3.0):
         inside = support_at(logits, temperature, alpha)
         assert torch.equal(inside, entmax(logits / temperature, alpha) > 0)
-        every = support_temperature(
-            logits[:3, None].expand(-1, classes, -1), torch.arange(classes).expand(3, -1), alpha
-        )
-        assert torch.equal(inside[:3], every < temperature)
+        some = torch.arange(0, classes, max(1, classes // 40))
+        every = support_temperature(logits[:3, None].expand(-1, len(some), -1), some.expand(3, -1), alpha)
+        assert torch.equal(inside[:3, some], every < temperature)
 
 
 @pytest.mark.parametrize("delta", [0.05, 0.1, 0.3])
@@ -331,7 +330,8 @@ def test_the_temperature_of_the_processor_acts_before_entmax_everywhere(alpha):
     assert torch.allclose(warm(None, scores).exp(), entmax(scores / 2.5, alpha), atol=1e-6)
     found = enumerate_hypotheses(model, {"input_ids": sources}, 10_000, max_new_tokens=2, logits_processor=[warm])
     with torch.no_grad():
-        model.lm_head.weight.div_(2.5)  # what the temperature does, done to the model
+        for part in (model.transformer.ln_f.weight, model.transformer.ln_f.bias):
+            part.div_(2.5)  # what the temperature does, done to the model
     plain = enumerate_hypotheses(model, {"input_ids": sources}, 10_000, max_new_tokens=2, output_alpha=alpha)
     for one, other in zip(found, plain, strict=True):
         assert one.sequences == other.sequences and one.probabilities == pytest.approx(other.probabilities)
