@@ -117,15 +117,23 @@ def figure(rows: Rows) -> Figure | None:
     return drawn
 
 
+def _beside(own: list[Row], control: list[Row], name: str) -> tuple[float, str]:
+    """What a measure is compared with."""
+    return (mean(control, name), "the control") if control else (mean(own, f"{name}_before"), "the model before")
+
+
 def _encoder(own: list[Row], control: list[Row]) -> tuple[bool, str]:
-    gap = 100 * (mean(own, "accuracy") - mean(control, "accuracy"))
-    here = f"similarity correlation {column(own, 'spearman', 4)}, partners found {gap:+.1f} points"
+    reference, which = _beside(own, control, "accuracy")
+    gap = 100 * (mean(own, "accuracy") - reference)
+    here = f"similarity correlation {column(own, 'spearman', 4)}, partners found {gap:+.1f} points against {which}"
     return mean(own, "density") <= 0.1 and mean(own, "spearman") >= 0.995, here
 
 
 def _causal(own: list[Row], control: list[Row]) -> tuple[bool, str]:
-    price = 100 * (mean(own, "perplexity") / mean(control, "perplexity") - 1)
-    return mean(own, "density") <= 0.05 and price <= 0, f"perplexity {price:+.1f} %"
+    reference, which = _beside(own, control, "perplexity")
+    price = 100 * (mean(own, "perplexity") / reference - 1)
+    here = f"perplexity {price:+.1f} % against {which}"
+    return bool(control) and mean(own, "density") <= 0.05 and price <= 0, here
 
 
 #: Our aims: group of rows, what is said, whether rows meet it and how they stand.
@@ -141,13 +149,11 @@ def findings(rows: Rows) -> list[Finding]:
     for group, aim, judge in _AIMS:
         settings = settings_of(rows, group)
         control = [row for own in settings for row in pick(own, attention="softmax")]
-        judged = (
-            [(*judge(own, control), own) for own in settings if own[0]["attention"] != "softmax"] if control else []
-        )
+        judged = [(*judge(own, control), own) for own in settings if own[0]["attention"] != "softmax"]
         if not judged:
             continue
         holds, here, own = next((entry for entry in reversed(judged) if entry[0]), judged[-1])
-        shown = f"{label(own[0])}: {column(own, 'density', 1, 100)} % left, {here} against the control"
-        reservation = "one seed" if min(len(own), len(control)) == 1 else ""
+        shown = f"{label(own[0])}: {column(own, 'density', 1, 100)} % left, {here}"
+        reservation = "one seed" if min(len(own), len(control or own)) == 1 else ""
         made.append(Finding(f"Our aim: {MODELS[group]}, {aim}", "", shown, found(holds, reservation)))
     return made

@@ -49,7 +49,10 @@ def test_seeds_of_a_setting_are_one_line_and_the_aim_is_judged(rows):
     assert finding.verdict == "found" and "9.0 ± 1.4 % left" in finding.here and "+0.0 points" in finding.here
     rows("convert_encoder", *sparser, *control[:1])
     (finding,) = pretrained.findings(rows.read)
-    assert finding.verdict == "not found (one seed)" and "-20.0 points" in finding.here
+    assert finding.verdict == "not found (one seed)" and "-20.0 points against the control" in finding.here
+    rows("convert_encoder", *sparse)
+    (finding,) = pretrained.findings(rows.read)
+    assert finding.verdict == "found" and "+10.0 points against the model before" in finding.here
 
 
 def test_a_causal_model_is_judged_by_its_control(rows):
@@ -63,6 +66,8 @@ def test_a_causal_model_is_judged_by_its_control(rows):
     assert finding.verdict == "not found (one seed)" and "perplexity +3.2 %" in finding.here
     rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"), run("softmax", 1.0, 15.5))
     assert pretrained.findings(rows.read)[0].verdict == "found (one seed)"
+    rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"))
+    assert pretrained.findings(rows.read)[0].verdict == "not found (one seed)"  # there is nothing to judge it by
 
 
 def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
