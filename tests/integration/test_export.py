@@ -91,7 +91,7 @@ def test_onnx_runs_elsewhere(tmp_path, family, options, layers):
 
 
 @pytest.mark.slow
-@pytest.mark.works_with("onnxruntime", "torch.onnx.export(dynamo=True) with a free batch size and length")
+@pytest.mark.works_with("onnxruntime", "torch.onnx.export(dynamo=True) of decoders with a free batch size and length")
 @pytest.mark.parametrize(("family", "options"), [("llama", {"alpha": 1.5}), ("llama", {})])
 def test_onnx_takes_batches_of_other_sizes(tmp_path, family, options):
     model, tensors, expected = _case(family, options)
