@@ -70,7 +70,7 @@ class ExactSparseLayer(GrowingLayer):
         """Forget all keys, counts and who filled the cache."""
         super().reset()
         self._sketches: dict[tuple[int, int, int], KeySketch] = {}
-        # Of the buffer of keys after what this layer wrote itself: `_version` counts what was written in place.
+        # How often the buffer of keys had been written to when this layer last wrote to it.
         self._written: int | None = None
         self._attended = 0
         self._readers: dict[Any, tuple[str, Tensor]] = {}
@@ -81,7 +81,7 @@ class ExactSparseLayer(GrowingLayer):
 
     def _heed_changes(self) -> None:
         """Forget sketches of keys that somebody else has written over since."""
-        if self._key is not None and self._written != self._key._version:
+        if self._key is not None and self._written != _version(self._key):
             self._sketches = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class ExactSparseLayer(GrowingLayer):
             return super().update(*args, **kwargs)
         self._heed_changes()
         handed_out = super().update(*args, **kwargs)
-        self._written = self._key._version  # type: ignore[union-attr]
+        self._written = _version(self._key)  # type: ignore[arg-type]
         return handed_out
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -104,7 +104,7 @@ class ExactSparseLayer(GrowingLayer):
         """As of `GrowingLayer`, the sketch too."""
         self._heed_changes()
         super().reorder_cache(beam_idx)
-        self._written = None if self._key is None else self._key._version
+        self._written = None if self._key is None else _version(self._key)
         for sketch in self._sketches.values():
             sketch.reorder(beam_idx)
 
@@ -360,9 +360,9 @@ def _identity(module: nn.Module) -> str:
     return digest
 
 
-def _version(parameter: nn.Parameter) -> int:
-    """How often it was written to in place, where that is counted."""
-    return 0 if parameter.is_inference() else parameter._version
+def _version(tensor: Tensor) -> int:
+    """How often it was written to in place; 0 for tensors of inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _told(alpha: Tensor) -> str:

@@ -432,6 +432,18 @@ def test_keys_that_are_written_over_after_they_were_sketched(change):
     assert torch.allclose(*outputs, atol=1e-4, equal_nan=True)
 
 
+def test_under_inference_mode():
+    """Whose tensors do not count what is written to them."""
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    with torch.inference_mode():
+        cache = ExactSparseCache(model, bits=4, page_size=16)
+        assert torch.equal(_generate(model, cache, num_beams=2), _generate(model, num_beams=2))
+        cache = _filled(model)
+        cache.batch_repeat_interleave(3)
+        expected = _step(model, _filled(model)).logits
+        assert torch.allclose(_step(model, cache, batch=3).logits, expected.expand(3, -1, -1), atol=1e-5)
+
+
 def test_a_wrong_zero_is_seen(monkeypatch):
     """What ``verify`` is for: a bound that drops a key of weight."""
     from hf_entmax.generation import exact_layer
