@@ -40,7 +40,7 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
     sink = None if sink is None else sink.detach().contiguous()
     rows = heads // kv_heads * queries
     with _on_device(query):
-        exact_kernels._score_bounds_kernel[(all_pages, batch * kv_heads * -(-rows // call.blocks.rows))](
+        exact_kernels._score_bounds_kernel[(all_pages * batch * kv_heads * -(-rows // call.blocks.rows),)](
             q, k, *call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
             upper, width, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
             call.problem, BITS=sketch.bits, PAGE=page, DEPTH=depth, CHANNELS=min(32, depth & -depth), COLS=padded(page),

@@ -64,9 +64,11 @@ def _score_bounds_kernel(
     problem = whole_numbers(problem)
     T_q, T_k, group = problem.T_q, problem.T_k, problem.group
     kv_heads, blocks = problem.H // group, tl.cdiv(group * T_q, ROWS)
-    page, plane = tl.program_id(0), tl.program_id(1) // blocks
+    # One axis of the grid: the others end at 65,535.
+    page, block = tl.program_id(0) % all_pages, tl.program_id(0) // all_pages
+    plane = block // blocks
     batch, kv_head = (plane // kv_heads).to(tl.int64), (plane % kv_heads).to(tl.int64)
-    place = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    place = block % blocks * ROWS + tl.arange(0, ROWS)
     real = place < group * T_q
     head = kv_head * group + tl.where(real, place // T_q, 0)
     # Pointers differ from row to row.
