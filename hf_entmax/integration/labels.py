@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +28,34 @@ def shifts_labels(model: nn.Module) -> bool:
     if getattr(model.config, "is_encoder_decoder", False) or not any(n in name for n in _CAUSAL_NAMES):
         return False
     code = inspect.unwrap(type(model).forward).__code__
-    return divides_by_items(model) or any("shift" in variable for variable in code.co_varnames)
+    return "loss_function" in code.co_names or any("shift" in variable for variable in code.co_varnames)
 
 
 def divides_by_items(model: nn.Module) -> bool:
-    """Whether a head model's own loss heeds ``num_items_in_batch``, as that of Transformers does; others return a mean."""
-    return "loss_function" in inspect.unwrap(type(unwrapped(model)).forward).__code__.co_names
+    """Whether a head model's own loss is a sum divided by ``num_items_in_batch`` where that is given; else it is a mean.
+
+    It is for language models of Transformers. Most of its classifiers take the argument and leave it unused: ``forward``
+    does not hand it on, or the loss (of regression, of several labels at once) has no use for it.
+    """
+    model = unwrapped(model)
+    if not _hands_on_items(inspect.unwrap(type(model).forward), "loss_function"):
+        return False
+    if getattr(model.config, "problem_type", None) in ("regression", "multi_label_classification"):
+        return False
+    loss: Any = model.loss_function
+    return "num_items_in_batch" in inspect.signature(loss).parameters or _hands_on_items(loss, "fixed_cross_entropy")
+
+
+@functools.cache
+def _hands_on_items(function: Callable[..., Any], callee: str) -> bool:
+    """Whether the code of a function calls something of that name with ``num_items_in_batch=`` or all its keywords."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # no source, or that of more than the function
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [call for call in calls if callee in (getattr(call.func, "attr", None), getattr(call.func, "id", None))]
+    return any(keyword.arg in (None, "num_items_in_batch") for call in named for keyword in call.keywords)
 
 
 def count_labels(model: nn.Module, batch: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import types
 
 import pytest
@@ -70,6 +71,37 @@ def test_labels_that_were_shifted_before_and_adapters():
     assert shifts_labels(adapted) and count_labels(adapted, batch) == 3 * 7 + 2
     assert count_labels(adapted, batch | {"shift_labels": batch["labels"]}) == 3 * 8 + 3
     assert not divides_by_items(HEADS["causal-unshifted"]()) and divides_by_items(adapted)
+
+
+_VIT = dict(
+    hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, image_size=4, patch_size=2
+)
+# A head -> the model, and whether its loss heeds the number of items.
+ITEMS = {
+    "causal": (lambda: HEADS["causal"](), True),
+    "causal-unshifted": (lambda: HEADS["causal-unshifted"](), False),
+    "llama-sequence": (lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**SIZES, num_labels=5)), False),
+    "llama-token": (lambda: tf.LlamaForTokenClassification(tf.LlamaConfig(**SIZES, num_labels=5)), False),
+    "neox-token": (lambda: tf.GPTNeoXForTokenClassification(tf.GPTNeoXConfig(**SIZES, num_labels=5)), False),
+    "vit": (lambda: tf.ViTForImageClassification(tf.ViTConfig(**_VIT, num_labels=5)), True),
+    "vit-regression": (lambda: tf.ViTForImageClassification(tf.ViTConfig(**_VIT, num_labels=1)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", list(ITEMS))
+def test_whose_loss_is_divided_by_the_number_of_items(head):
+    build, heeds = ITEMS[head]
+    model = build().eval()
+    if head.startswith("vit"):
+        labels = torch.tensor([0.5, 1.0, 2.0, 3.0]) if head == "vit-regression" else torch.tensor([0, 1, 4, 2])
+        batch = {"pixel_values": torch.rand(4, 3, 4, 4), "labels": labels}
+    else:
+        batch = _batch("sequence" if "sequence" in head else "token" if "token" in head else "causal")
+    own, count = model(**batch).loss, count_labels(model, batch)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(model).forward).parameters.values())
+    divided = model(**batch, num_items_in_batch=3 * count).loss if takes_any else own
+    assert torch.allclose(divided, own / 3 if heeds else own, atol=1e-6)
+    assert divides_by_items(model) == heeds
 
 
 @pytest.mark.parametrize("head", list(HEADS))

@@ -141,6 +141,23 @@ def test_within_the_budget_attention_gets_sparser_and_the_rise_is_the_one_measur
     assert all(later > earlier for earlier, later in itertools.pairwise(multipliers))
 
 
+class Classes(Rows):
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": torch.tensor(i % 3)}
+
+
+def test_gradient_accumulation_changes_no_rise_of_a_classifier(tmp_path):
+    rises = []
+    for accumulated in (1, 4):
+        torch.manual_seed(0)
+        config = tf.LlamaConfig(**tiny._LLAMA, num_labels=3)
+        model = patch_model(tiny.enlarged(tf.LlamaForSequenceClassification(config)), alpha_init=1.9)
+        sizes = dict(per_device_train_batch_size=8 // accumulated, gradient_accumulation_steps=accumulated)
+        trainer = _train(tmp_path, model, LossBudgetCallback(0.05), 1, Classes(), learning_rate=0.0, **sizes)
+        rises += _logs(trainer, "rise")
+    assert abs(rises[0]) > 1e-4 and rises[1] == pytest.approx(rises[0], rel=1e-4)
+
+
 def test_beyond_the_budget_the_pressure_goes(tmp_path):
     model = patch_model(tiny.build(FAMILY), alpha_init=1.5)
     trainer = _train(tmp_path, model, LossBudgetCallback(0.01, reference=0.0, start=1.0, memory=0.0, rate=0.1), steps=3)
