@@ -40,7 +40,9 @@ def entmax_attention(
             H_kv)``.
         value: ``[B, H_kv, T_k, D_v]``.
         alpha: ``>= 1``; a float for all heads or a tensor ``[H]``, one per query head (or with one element). 1 is
-            softmax.
+            softmax. Beyond ``1 + 18 / log2(T_k)`` (2.29 at 16,384 keys; never below 2) ``"auto"`` takes no CUDA kernel
+            and ``"triton"`` refuses; to see that, a tensor on a GPU is waited for. In a captured CUDA graph or a compiled
+            one nobody can look, and the rows of such heads are NaN.
         attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at
             or below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
         key_padding_mask: bool ``[B, T_k]``, True for real keys; combined with the other limits.

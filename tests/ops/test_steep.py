@@ -107,3 +107,32 @@ def test_cuda_kernels_are_asked_only_for_alphas_that_they_are_right_for(monkeypa
     assert not refused(2.0, 10**6) and not refused(3.0, 500) and refused(3.0, 5000) and refused(64.0, 16)
     assert not refused(learned, 5000) and not refused(learned, 5000, alpha_max=2.0)
     assert not refused(learned, 500, alpha_max=3.0) and refused(learned, 5000, alpha_max=3.0)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_alphas_on_a_gpu_are_looked_at_unless_there_is_a_promise_or_nobody_can(monkeypatch, captured):
+    from hf_entmax.ops import triton_gpu
+    from hf_entmax.ops.options import AttentionOptions
+
+    monkeypatch.setattr(triton_gpu, "_unfit_device", lambda tensor: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    query, key = (torch.zeros(1, 2, n, 8).as_subclass(OnGpu) for n in (3, 700))
+    looked = []
+    monkeypatch.setattr(OnGpu, "max", lambda self: looked.append(True) or torch.Tensor.max(self), raising=False)
+
+    def reason(highest, alpha_max=math.inf):
+        alpha = torch.tensor([1.5, highest], requires_grad=True).as_subclass(OnGpu)
+        return triton_gpu.unsupported(query, key, key, alpha, AttentionOptions(alpha_max=alpha_max))
+
+    assert reason(2.8) is None and reason(2.0, alpha_max=2.0) is None
+    assert len(looked) == (not captured)
+    if captured:
+        assert reason(3.1) is None
+    else:
+        assert reason(3.1).startswith("alpha: 3.1 is above 2.905")

@@ -307,3 +307,12 @@ def test_a_loss_waits_for_the_device_only_to_check_its_arguments():
         both()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def test_an_alpha_that_the_kernels_are_wrong_for_takes_the_dense_path():
+    query, key, value, _ = make(T_k=700)
+    alpha = torch.tensor([1.5] * 7 + [3.1], device="cuda")
+    out = entmax_attention(query, key, value, alpha)[0]
+    assert torch.equal(out, torch_attention(query, key, value, alpha)[0]) and out.isfinite().all()
+    with pytest.raises(ValueError, match=r"alpha: 3\.1 is above 2\.905"):
+        fused(query, key, value, alpha)

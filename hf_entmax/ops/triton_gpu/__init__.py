@@ -82,9 +82,11 @@ def unsupported(
                 return f"{name}: float64 would be rounded to float32"
     largest, highest = largest_alpha(key.shape[-2]), alpha
     if isinstance(alpha, Tensor):
-        # To look would wait for the device. What nobody promises to be small is NaN where it is too large, see `attention`.
-        seen = alpha.device.type == "cpu" and values_visible(alpha)
-        highest = alpha.max() if seen else 1.0 if options.alpha_max == math.inf else options.alpha_max
+        # To look at it waits for a GPU, which a promise spares. Where nobody may look, what is too large is NaN, see `_alphas`.
+        look = alpha.device.type == "cpu" or options.alpha_max == math.inf
+        highest = 1.0 if options.alpha_max == math.inf else options.alpha_max
+        if look and values_visible(alpha):
+            highest = alpha.detach().max()
     if (given := float(highest)) > largest:
         return (
             f"alpha: {given:.4g} is above {largest:.4g}, up to which its float32 thresholds tell {key.shape[-2]} keys"
@@ -198,7 +200,7 @@ def _alphas(alpha: float | Tensor, heads: int, key: Tensor) -> tuple[Tensor, flo
         alphas = torch.full((heads,), number, dtype=torch.float32, device=key.device)
         return alphas, number if number in _EXACT else 0.0
     alphas = alpha.to(torch.float32).expand(heads).contiguous()
-    # What `unsupported` could not see shows as NaN instead of wrong weights.
+    # What `unsupported` could not see, in a captured or compiled graph, shows as NaN instead of wrong weights.
     return torch.where(alphas > largest_alpha(key.shape[-2]), math.nan, alphas), 0.0
 
 
