@@ -18,7 +18,7 @@ from hf_entmax.analysis.reading.encode import Encoder
 from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS
 from hf_entmax.analysis.report import write_report
 from hf_entmax.analysis.statistics.result import AttentionStatistics
-from hf_entmax.batches.prepare import vocabulary_size
+from hf_entmax.batches.prepare import evaluation_mode, maximum_length, vocabulary_size
 
 #: Task -> the Auto class that loads it.
 TASKS = {
@@ -112,7 +112,7 @@ def analyze(
         importance_sentences: sentences used for it.
         num_examples: sentences kept for the viewer.
         decode: tokens to generate after the text with `hf_entmax.generation.ExactSparseCache`, to say how many keys of the
-            cache had to be read; 0 for none. Models that are not patched are left out.
+            cache had to be read; 0 for none. Models that are not patched, or are not made for so many, are left out.
         scores: how good the models are, to stand beside their density, see :func:`hf_entmax.analysis.write_report`.
         figures: draw figures (needs matplotlib).
         device: "cpu", "cuda", ...; default: what Accelerate chooses.
@@ -155,9 +155,10 @@ def analyze(
     for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
         loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
         run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
+        decodes = accelerator.is_main_process and run.can_decode(decode)
         statistics.append(run.measure(records, sentences, pairs))
         run.measure_importance(statistics[-1], records[:importance_sentences], importance)
-        if decode and accelerator.is_main_process:
+        if decodes:
             run.decode(statistics[-1], records, decode)
         if num_examples and accelerator.is_main_process:
             statistics[-1].examples = run.examples(records, num_examples)
@@ -258,6 +259,20 @@ class _Run:
             except (ValueError, RuntimeError, TypeError) as error:
                 statistics.notes.append(f"Head importance ({method}) was left out: {error}")
 
+    def can_decode(self, tokens: int) -> bool:
+        """Whether tokens are to be generated; warns where there are more than the model has positions for."""
+        encoder = self.encoder()
+        longest = maximum_length(self.model) if encoder.encoder_decoder else encoder.max_length
+        if tokens == 0 or longest is None:
+            return tokens > 0
+        most = longest - (0 if encoder.encoder_decoder else 1 + self.tokenizer.num_special_tokens_to_add())
+        if tokens > most:
+            self.warn(
+                f"{self.name}: decode is {tokens} and was left out: with a length of {longest} at most {most} tokens can be "
+                "generated after a text."
+            )
+        return tokens <= most
+
     def decode(self, statistics: AttentionStatistics, records: list[TextRecord], tokens: int) -> None:
         """Generate after the texts with the cache that reads sparsely, and keep what it read of every head."""
         encoder = self.encoder()
@@ -267,16 +282,17 @@ class _Run:
         try:
             inputs = self.tokenizer(text, return_tensors="pt", truncation=room is not None, max_length=room)
             names = ("input_ids", "attention_mask")
-            out = self.model.eval().generate(
-                **{name: inputs[name].to(self.model.device) for name in names},
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-                cache_implementation="exact_sparse",
-                cache_config={"bits": 4},  # "auto" reads short caches in full
-            )
-        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            with evaluation_mode(self.model):
+                out = self.model.generate(
+                    **{name: inputs[name].to(self.model.device) for name in names},
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    do_sample=False,
+                    return_dict_in_generate=True,
+                    cache_implementation="exact_sparse",
+                    cache_config={"bits": 4},  # "auto" reads short caches in full
+                )
+        except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             statistics.notes.append(f"Decoding was left out: {error}")
             return
         certificate = out.past_key_values.certificate()

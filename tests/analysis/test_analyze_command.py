@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,12 +13,22 @@ import test_planted_heads as planted
 import tiny_tokenizers
 import torch
 import typer
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 from hf_entmax import patch_model
 from hf_entmax.analysis.analyze import _path_ends, analyze, infer_task
 from hf_entmax.analysis.command import analyze_command
+from hf_entmax.analysis.report.findings import summarize
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [*tiny_tokenizers.TEXTS, "the dog walks", "who walks ?", "the unhappy dog barks"]
@@ -243,18 +254,60 @@ def test_recipe(folder, tmp_path, monkeypatch, capsys):
     assert "cross" in capsys.readouterr().out
 
 
-def test_decoding_says_how_many_keys_are_read(folder, tmp_path):
+def _sparse_model():
+    """A patched model of 80 positions, and its tokenizer."""
     tokenizer = tiny_tokenizers.byte_level()
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(tokenizer), n_layer=2, n_head=2, n_embd=16, n_positions=80, initializer_range=1.0
     )
-    patch_model(GPT2LMHeadModel(config), alpha=2.0).save_pretrained(tmp_path / "sparse")
+    return patch_model(GPT2LMHeadModel(config), alpha=2.0), tokenizer
+
+
+@pytest.mark.parametrize("tokens", [79, 80, 500])
+def test_more_tokens_than_there_are_positions_cost_the_decoding_alone(folder, tmp_path, tokens):
+    model, tokenizer = _sparse_model()
+    model.train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    options = {"out": tmp_path, "importance": "none", "figures": False, "progress": False, "device": "cpu"}
+    result = analyze(model, folder / "text.txt", tokenizer=tokenizer, decode=tokens, names=["m"], **options)
+    assert [module.training for module in model.modules()] == modes
+    assert result.report.exists() and result.statistics[0].density["decoder_self"].shape == (2, 2)
+    said = (
+        f"m: decode is {tokens} and was left out: with a length of 80 at most 79 tokens can be generated after a text."
+    )
+    assert result.problems == ([] if tokens < 80 else [said])
+    assert ("decoding" in result.statistics[0].info) == (tokens < 80)
+
+
+def test_what_an_encoder_decoder_can_generate_are_the_positions_of_its_decoder(folder, tmp_path):
+    tokenizer = tiny_tokenizers.metaspace()
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 0}
+    config = BartConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **sizes)
+    model = patch_model(BartForConditionalGeneration(config), alpha=2.0)
+    options = {"importance": "none", "figures": False, "progress": False, "device": "cpu", "tokenizer": tokenizer}
+    for tokens in (24, 25):
+        result = analyze(model, folder / "pairs.tsv", out=tmp_path, decode=tokens, **options)
+        assert ("decoding" in result.statistics[0].info) == (tokens == 24), result.statistics[0].notes
+        assert any("at most 24 tokens" in problem for problem in result.problems) == (tokens == 25)
+        if tokens == 24:
+            (sentence,) = [f for f in summarize(result.statistics[0]) if f.topic == "decoding"]
+    assert re.search(
+        r"least was read by (cross|decoder) 0\.[01] \(.*, most by (cross|decoder) 0\.[01] \(", sentence.text
+    )
+
+
+def test_decoding_says_how_many_keys_are_read(folder, tmp_path):
+    model, tokenizer = _sparse_model()
+    model.save_pretrained(tmp_path / "sparse")
     tokenizer.save_pretrained(tmp_path / "sparse")
     options = ("--data", folder / "text.txt", "--out", tmp_path / "report", "--importance", "none", "--no-figures")
     result = run(tmp_path / "sparse", "--compare", folder / "gpt2", "--decode", "8", *options)
     assert result.exit_code == 0, result.output
     assert "proved to have weight zero" in result.output
+    assert re.search(r"least was read by decoder [01]\.[01] \(", " ".join(result.output.split()))
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     sparse, plain = report["models"]
     found = sparse["info"]["decoding"]

@@ -272,8 +272,14 @@ def _decoding(statistics: AttentionStatistics) -> Finding | None:
     total, read = (sum(row[name] for row in heads) for name in ("keys_total", "keys_read"))
     if not total:
         return None
-    shares = sorted((row["keys_read"] / row["keys_total"], f"{row['layer']}.{row['head']}") for row in heads)
+    shares = sorted((row["keys_read"] / row["keys_total"], _cached_head(row)) for row in heads)
     text = f"Generating {found['tokens']} tokens after {found['text_tokens']}, {percent(read / total)} of the cached keys were "
     text += f"read in full and {percent(1 - read / total)} proved to have weight zero from 4 bits of each number; least was read "
-    text += f"by head {shares[0][1]} ({percent(shares[0][0])}), most by {shares[-1][1]} ({percent(shares[-1][0])})."
+    text += f"by {shares[0][1]} ({percent(shares[0][0])}), most by {shares[-1][1]} ({percent(shares[-1][0])})."
     return Finding("decoding", text)
+
+
+def _cached_head(row: dict[str, Any]) -> str:
+    """The name of the head that a row of a certificate is about."""
+    site, layer = row["layer"].split()
+    return head_name("decoder" if site == "self" else site, int(layer), row["head"])
