@@ -146,7 +146,9 @@ def bench(
 
     from hf_entmax.bench import run
 
-    if threads:
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads} is not allowed: give at least 1.")
         torch.set_num_threads(threads)
     options: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
     run(

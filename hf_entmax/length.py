@@ -24,7 +24,7 @@ class LengthScaling(LearnedNumbers):
         keep_float32: stay float32 when the model is cast to a lower precision.
 
     Raises:
-        ValueError: if there is no head of some number.
+        ValueError: if there is no head of some number, one is named twice, or ``init`` is another word.
     """
 
     #: The constant that is taken away for the start at the identity, and for that of the paper.
@@ -36,6 +36,10 @@ class LengthScaling(LearnedNumbers):
         super().__init__(num_heads, keep_float32)
         if heads is not None and (beyond := [head for head in heads if not 0 <= head < num_heads]):
             raise ValueError(f"length_scaling_heads names {beyond}, but there are heads 0 to {num_heads - 1}.")
+        if heads is not None and len(set(heads)) < len(heads):
+            raise ValueError(f"length_scaling_heads={list(heads)} names a head twice: name each once.")
+        if init not in self.starts:
+            raise ValueError(f"length_scaling_init={init!r} is not allowed: choose 'identity' or 'paper'.")
         self.heads = list(range(num_heads)) if heads is None else sorted(heads)
         self.init = init
 

@@ -164,3 +164,27 @@ class TestLosses:
                 rows = list(csv.DictReader(file))
             assert rows, path
             assert {row["case"] for row in rows} <= {case.name for case in bench.PRESETS[preset]}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"preset": "losses-small", "dtype": "bfloat16"}, "dtype"),
+        ({"classes": [10], "implementations": ["sdpa"]}, "implementations"),
+        ({"classes": [10], "causal": True, "alpha": 1.5}, "causal, alpha"),
+        ({"preset": "quick", "causal": True}, "causal"),
+        ({"lengths": [8], "rows": 4}, "rows"),
+    ],
+)
+def test_what_no_case_heeds_is_refused_before_anything_is_timed(monkeypatch, options, named):
+    for name in ("_measure_case", "_measure_losses", "_measure_model"):
+        monkeypatch.setattr(runner, name, lambda *arguments: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=f"Without effect here: {named}\\."):
+        bench.run(device="cpu", **options)
+
+
+def test_no_threads_are_refused():
+    from hf_entmax import cli
+
+    with pytest.raises(ValueError, match="--threads 0"):
+        cli.bench(threads=0)

@@ -163,7 +163,7 @@ def maximum_length(model: Any) -> int | None:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 1:
             # RoBERTa and its kin number positions from padding_idx + 1 on.
-            return value - 2 * (kind in ("roberta", "xlm-roberta", "camembert", "longformer", "esm"))
+            return value - 2 if kind in ("roberta", "xlm-roberta", "camembert", "longformer", "esm") else value
     return None
 
 

@@ -28,6 +28,8 @@ from hf_entmax.ops import entmax_attention
 
 #: Largest allowed difference from the float64 output, relative to the largest entry, before anything is timed.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+#: Alphas of a grid of one's own, and rows of its losses.
+_ALPHA, _ROWS = (1.3, 2.0), 2048
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ def run(
     implementations: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     sharpness: Sequence[float] = (1.0, 3.0),
-    alpha: float | tuple[float, float] = (1.3, 2.0),
+    alpha: float | tuple[float, float] = _ALPHA,
     causal: bool = False,
     classes: Sequence[int] | None = None,
-    rows: int = 2048,
+    rows: int = _ROWS,
     only: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> list[Measurement]:
@@ -84,10 +86,10 @@ def run(
         out: folder for ``<preset>-<device>.csv`` and, where matplotlib is installed, ``.png``; nothing is written if
             None.
         device: "cpu", "cuda" or "auto" (cuda where there is one).
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16", of attention; models and losses are timed in float32.
         repeats: rounds over all implementations.
         budget: seconds per case and mode after which no new round begins (three are always run).
-        implementations: the ones to compare with ours, instead of each case's own list.
+        implementations: the ones to compare with ours in attention, instead of each case's own list.
         lengths: sequence lengths of a grid of one's own.
         sharpness: standard deviations of its queries.
         alpha: its alpha, or the range of its learned alphas.
@@ -101,7 +103,7 @@ def run(
         The rows of the CSV file.
 
     Raises:
-        ValueError: if a name is unknown.
+        ValueError: if a name is unknown, or an argument is given that no case heeds.
         RuntimeError: if an implementation's output is wrong. Then nothing is timed.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -125,6 +127,19 @@ def run(
         raise ValueError(f"preset is {preset!r}; the options are {', '.join(map(repr, PRESETS))}.")
     if only and not (cases := [case for case in cases if any(part in case.name for part in only)]):
         raise ValueError(f"No case has a name with {' or '.join(map(repr, only))} in it.")
+    attention = any(isinstance(case, Case) for case in cases)
+    idle = {
+        "causal": causal and lengths is None,
+        "alpha": alpha != _ALPHA and lengths is None,
+        "rows": rows != _ROWS and classes is None,
+        "dtype": dtype != "float32" and not attention,
+        "implementations": implementations is not None and not attention,
+    }
+    if names := [name for name, does_nothing in idle.items() if does_nothing]:
+        raise ValueError(
+            f"Without effect here: {', '.join(names)}. Grids of attention (lengths) have causal and alpha, losses over classes "
+            "of one's own (classes) have rows, and only attention has a dtype and implementations."
+        )
     torch_dtype = getattr(torch, dtype)
     measured: list[Measurement] = []
     for case in cases:

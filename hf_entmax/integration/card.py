@@ -188,9 +188,9 @@ def scaling_in_words(model: PreTrainedModel) -> str:
         return ""
     if config.length_scaling == "log":
         sites = [f"{site} {_range_in_words(numbers['s'])}" for site, numbers in length_scalings(model).items()]
-        what = f"{'1 + ' * identity}s * log(n) (scalable softmax; s, min / median / max: {'; '.join(sites)})"
+        what = f"{'1 + ' if identity else ''}s * log(n) (scalable softmax; s, min / median / max: {'; '.join(sites)})"
     else:
-        what = f"1 {'- log(2) ' * identity}+ beta * log(n + 1) ** gamma (adaptive-scalable entmax)"
+        what = f"1 {'- log(2) ' if identity else ''}+ beta * log(n + 1) ** gamma (adaptive-scalable entmax)"
     heads = "" if config.length_scaling_heads is None else f" of the heads {list(config.length_scaling_heads)}"
     start = "at the identity" if identity else "as in the paper"
     return f"The scores{heads} are multiplied by {what}, with n the keys that a query may see; it started {start}."

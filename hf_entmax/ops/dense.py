@@ -45,9 +45,14 @@ def dense_attention(
         ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention
         returns them) or None. Queries that may attend to no key have output 0.
 
+    Raises:
+        TypeError: if query and key differ in dtype, outside autocast.
+
     Differentiable in query, key, value, position_bias, a float attention_mask and whatever the normaliser is
     differentiable in.
     """
+    if query.dtype != key.dtype and not torch.is_autocast_enabled(query.device.type):
+        raise TypeError(f"query is {query.dtype} and key {key.dtype}, but the dense path needs one dtype: cast one.")
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     groups = heads // kv_heads

@@ -217,6 +217,10 @@ def append_sink(
         Key, value and options with it; zeros stay zeros under a softcap, and the bias comes after it.
     """
     length_q, length_k = query.shape[-2], key.shape[-2]
+    # Of four dimensions: a broadcast head is not the batch, a broadcast key not the sink.
+    given = {"attention_mask": options.attention_mask, "position_bias": options.position_bias}
+    given = {name: None if t is None else t[(None,) * (4 - t.dim())] for name, t in given.items()}
+    options = dataclasses.replace(options, **given)
     mask, bias = options.attention_mask, options.position_bias
     # Limits by position would be aligned to the new last key: write them out before that key exists.
     limits = dataclasses.replace(options, attention_mask=None, position_bias=None)
@@ -224,6 +228,7 @@ def append_sink(
     if allowed is not None:
         mask = options.restricted(allowed).attention_mask
     if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], length_k)
         open_ = torch.ones if mask.dtype == torch.bool else torch.zeros
         mask = torch.cat([mask, open_(*mask.shape[:-1], 1, dtype=mask.dtype, device=mask.device)], -1)
     if bias is None:

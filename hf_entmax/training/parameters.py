@@ -43,13 +43,12 @@ def alpha_parameter_groups(
         ``"alpha"``, ``"length_scaling"``); groups without parameters are left out.
 
     Raises:
-        ValueError: if a rate is negative, or nothing in the model is learned by hf_entmax.
+        ValueError: if a rate is negative, nothing in the model is learned by hf_entmax, or a rate is given for what the
+            model does not learn.
     """
-    alpha_lr = lr if alpha_lr is None else alpha_lr
-    length_lr = lr if length_lr is None else length_lr
     given = {"lr": lr, "alpha_lr": alpha_lr, "weight_decay": weight_decay, "length_lr": length_lr}
     for name, value in given.items():
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise ValueError(f"{name}={value!r} is not allowed: give a number >= 0.")
     decayed = decayed_parameters(model)
     groups: dict[str, list[nn.Parameter]] = {"weights": [], "no_decay": [], "alpha": [], "length_scaling": []}
@@ -66,9 +65,20 @@ def alpha_parameter_groups(
             "This model has no trainable alphas: patch it with hf_entmax.patch_model(model), which learns alpha by default. "
             "Inside PEFT name them in modules_to_save=['entmax_norm']."
         )
-    rates = {"weights": lr, "no_decay": lr, "alpha": alpha_lr, "length_scaling": length_lr}
+    rates = {"alpha": alpha_lr, "length_scaling": length_lr}
+    for name, rate in rates.items():
+        if rate is not None and not groups[name]:
+            what = {"alpha": "alpha_lr", "length_scaling": "length_lr"}[name]
+            raise ValueError(
+                f"{what}={rate!r} would have no effect: this model trains no {name.replace('_', ' ')}. Leave it out."
+            )
     return [
-        {"params": parameters, "lr": rates[name], "weight_decay": weight_decay * (name == "weights"), "name": name}
+        {
+            "params": parameters,
+            "lr": lr if rates.get(name) is None else rates[name],
+            "weight_decay": weight_decay if name == "weights" else 0.0,
+            "name": name,
+        }
         for name, parameters in groups.items()
         if parameters
     ]

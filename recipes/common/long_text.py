@@ -58,7 +58,10 @@ def train(
     if not steps or not any(parameter.requires_grad for parameter in model.parameters()):
         return math.nan
     if any(".entmax_norm." in name for name, _ in model.named_parameters()):
-        groups: Any = alpha_parameter_groups(model, lr, 10 * lr, 0.01, length_lr=10 * lr)
+        learned = [name for name, p in model.named_parameters() if ".entmax_norm." in name and p.requires_grad]
+        scaled = [name for name in learned if ".length_scaling." in name]
+        rates = {"alpha_lr": 10 * lr if len(scaled) < len(learned) else None, "length_lr": 10 * lr if scaled else None}
+        groups: Any = alpha_parameter_groups(model, lr, weight_decay=0.01, **rates)
     else:
         groups = model.parameters()
     optimizer = torch.optim.AdamW(groups, lr=lr)

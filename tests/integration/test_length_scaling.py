@@ -321,3 +321,12 @@ def test_half_precision_and_autocast():
         identity = patch_model(tiny.build("llama").bfloat16(), alpha=1.5, length_scaling=kind)
         plain = patch_model(tiny.build("llama").bfloat16(), alpha=1.5)
         assert torch.equal(logits(identity, batch), logits(plain, batch))
+
+
+def test_starts_and_heads_that_there_are_not():
+    from hf_entmax.length import AdaptiveScaling, LogScaling
+
+    with pytest.raises(ValueError, match="length_scaling_init='foo'"):
+        LogScaling(2, init="foo")
+    with pytest.raises(ValueError, match="names a head twice"):
+        AdaptiveScaling(2, 8, [0, 0])

@@ -1,5 +1,6 @@
 """The dense path of attention against the oracle, argument by argument, and the checks of `entmax_attention`."""
 
+import dataclasses
 import itertools
 import math
 
@@ -8,7 +9,8 @@ import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.ops import available_backends, dense, entmax_attention, reference
-from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.attention import attend
+from hf_entmax.ops.options import AttentionOptions, append_sink
 
 F64 = torch.float64
 B, H, H_KV, T_Q, T_K, D, D_V = 2, 4, 2, 5, 7, 8, 6
@@ -301,3 +303,35 @@ def test_dropout_up_to_its_end(backend):
     assert out.isfinite().all() and (weights > 0).sum() < 10
     with pytest.raises(ValueError, match=r"dropout is 0.999999999, but must be in \[0, 1\)"):
         entmax_attention(**tensors(torch.float32), alpha=1.5, dropout=1 - 1e-9, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"attention_mask": torch.tensor([True, True, False])[None, None, :, None].expand(2, 1, 3, 1)},
+        {"position_bias": torch.arange(5.0)},
+        {"position_bias": torch.arange(60.0).view(4, 3, 5).sin()},
+        {"position_bias": torch.arange(60.0).view(4, 3, 5).sin(), "is_causal": True},
+        {"attention_mask": torch.arange(60.0).view(4, 3, 5).cos()},
+        {"attention_mask": torch.tensor([True]), "position_bias": torch.tensor([[0.5], [0.0], [1.0]])},
+    ],
+)
+def test_a_sink_beside_limits_of_every_shape_that_broadcasts(limits):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, n, 8, generator=generator) for n in (3, 5, 5))
+    sink = torch.tensor([0.0, 0.5, -1.0, 2.0])
+    wide = {name: tensor if isinstance(tensor, bool) else tensor.expand(2, 4, 3, 5) for name, tensor in limits.items()}
+    outs = []
+    for given in (limits, wide):
+        new_key, new_value, options = append_sink(query, key, value, sink, AttentionOptions(**given))
+        outs.append(attend(query, new_key, new_value, 1.5, dataclasses.replace(options, need_weights=True), "torch"))
+    torch.testing.assert_close(outs[0], outs[1])
+    assert (outs[0][1][..., 5] > 0).any()
+
+
+def test_query_and_key_of_two_dtypes_are_named():
+    query, key = torch.randn(1, 2, 3, 8, dtype=torch.float64), torch.randn(1, 2, 5, 8)
+    with pytest.raises(TypeError, match=r"query is torch\.float64 and key torch\.float32.*cast one"):
+        entmax_attention(query, key, key, 1.5, backend="torch")
+    with torch.autocast("cpu"):
+        entmax_attention(query.float(), key.bfloat16(), key, 1.5, backend="torch")

@@ -47,6 +47,8 @@ def test_a_table_is_used_where_it_says(table):
         {"blocks": {}},
         {"device": "any", "blocks": {"half-64": {"rows": 64}}},
         {"device": "any", "blocks": {"half-64": [64, 64, 4, 3, 4, 2]}},
+        {"device": "any", "blocks": {"fp16-64": TUNED._asdict()}},
+        {"device": "any", "blocks": {"half-96": TUNED._asdict()}},
         {"device": "any", "blocks": {"half-64": TUNED._replace(rows=96)._asdict()}},
         {"device": "any", "blocks": {"half-64": TUNED._replace(stages=0)._asdict()}},
         {"device": "any", "blocks": {"half-64": TUNED._replace(warps="8")._asdict()}},
@@ -74,3 +76,6 @@ def test_a_table_of_another_device(monkeypatch, table, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     assert attention_blocks(512, 64, 64, torch.bfloat16) == BUILT_IN
     assert "NVIDIA H200" in caplog.text and "NVIDIA H100" in caplog.text
+    # Each device is told apart: the one that it was measured on takes it.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert attention_blocks(512, 64, 64, torch.bfloat16) == TUNED

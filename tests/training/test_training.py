@@ -267,3 +267,17 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
     for name, expected in gradients[0].items():
         assert (gradients[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1), name
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(alpha="learned"), "length_lr"),
+        (dict(alpha=1.5, length_scaling="log"), "alpha_lr"),
+    ],
+)
+def test_rates_for_what_is_not_learned_are_refused(options, named):
+    model = patch_model(tiny.build("gpt2"), **options)
+    assert alpha_parameter_groups(model, 1e-3)
+    with pytest.raises(ValueError, match=f"{named}=5.0 would have no effect"):
+        alpha_parameter_groups(model, 1e-3, **{named: 5.0})

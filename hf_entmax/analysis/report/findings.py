@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -279,7 +280,7 @@ def _decoding(statistics: AttentionStatistics) -> Finding | None:
     return Finding("decoding", text)
 
 
-def _cached_head(row: dict[str, Any]) -> str:
+def _cached_head(row: Any) -> str:
     """The name of the head that a row of a certificate is about."""
     site, layer = row["layer"].split()
     return head_name("decoder" if site == "self" else site, int(layer), row["head"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 #: Names a JSON file of tiles that were found to be fastest on this machine, see `tuned_blocks`.
 VARIABLE = "HF_ENTMAX_TRITON_BLOCKS"
+_CASES = tuple(f"{kind}-{width}" for kind in ("half", "float32") for width in (64, 128, 256))
 logger = logging.getLogger(__name__)
 
 
@@ -56,24 +57,29 @@ def padded(width: int) -> int:
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
-@functools.lru_cache(maxsize=1)
-def tuned_blocks() -> dict[str, Blocks]:
+@functools.cache
+def tuned_blocks(device: str | None = None) -> dict[str, Blocks]:
     """The tiles of the file that the environment variable ``HF_ENTMAX_TRITON_BLOCKS`` names, by the name of their case.
 
     ``{"device": "NVIDIA H100 80GB HBM3", "blocks": {"half-64": {"rows": 128, "cols": 64, "warps": 8, ...}}}``, as
-    ``python -m recipes.benchmarks.gpu --parts tuning`` writes it. A case is "half" or "float32" and the padded head
-    dimension. A file that cannot be used is named in a warning, once; the built-in tiles take its place.
+    ``python -m recipes.benchmarks.gpu --parts tuning`` writes it, from a checkout. A case is "half" or "float32" and 64, 128 or
+    256, the padded head dimension. A file that cannot be used is named in a warning, once a device; the built-in tiles take
+    its place.
+
+    Args:
+        device: name of the GPU that works; None takes whatever the file was measured on.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return {}
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else table["device"]
-        if table["device"] != device:
+        if table["device"] != (table["device"] if device is None else device):
             raise ValueError(f"it was measured on {table['device']}, this is {device}")
         found = {case: Blocks(**numbers) for case, numbers in table["blocks"].items()}
         for case, blocks in found.items():
+            if case not in _CASES:
+                raise ValueError(f"{case!r} is no case; the cases are {', '.join(_CASES)}")
             whole = all(type(number) is int and number > 0 for number in blocks)
             if not whole or any(n & (n - 1) for n in (*blocks[:3], blocks.backward_warps)) or min(blocks[:2]) < 16:
                 raise ValueError(f"{case} has {blocks}: rows and cols are powers of two from 16, warps powers of two")
@@ -97,7 +103,8 @@ def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.d
         compute capability 9.0 spills few registers.
     """
     widest = padded(max(head_dim, value_dim))
-    tuned = tuned_blocks().get(f"{'half' if dtype.itemsize == 2 else 'float32'}-{max(widest, 64)}")
+    device = torch.cuda.get_device_name() if os.environ.get(VARIABLE) and torch.cuda.is_available() else None
+    tuned = tuned_blocks(device).get(f"{'half' if dtype.itemsize == 2 else 'float32'}-{max(widest, 64)}")
     if tuned is not None:
         blocks = tuned
     elif dtype.itemsize == 2:
