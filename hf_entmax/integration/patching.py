@@ -87,7 +87,7 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
         named = f"{', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}"
         warnings.warn(
             f"{len(kept)} module{'s' * (len(kept) > 1)} of this {type(model).__name__} outside the attention interface "
-            f"keep{'s' * (len(kept) == 1)} a softmax: {named}. hf_entmax.unpatched_softmax(model) lists all of them.",
+            f"keep{'s' if len(kept) == 1 else ''} a softmax: {named}. hf_entmax.unpatched_softmax(model) lists all of them.",
             stacklevel=2,
         )
     return model

@@ -123,11 +123,17 @@ class AlphaLoggingCallback(TrainerCallback):
 class AlphaScheduleCallback(TrainerCallback):
     r"""Moves alpha from ``start`` to ``end`` over the first part of training, then holds it (or lets it learn).
 
-    ``alpha(t) = start + (end - start) * shape(t / T)`` with ``T = over * max_steps``; the arguments are those of
-    `AlphaSchedule`. A pretrained softmax model is made sparse gently by starting near 1.
+    ``alpha(t) = start + (end - start) * shape(t / T)`` with ``T = over * max_steps``, see `AlphaSchedule`.
+    A pretrained softmax model is made sparse gently by starting near 1.
 
     A model with a fixed alpha follows the schedule and keeps ``end``; its stored configuration is kept in step. Learned
     alphas are set by the schedule until step ``T`` and learn freely afterwards.
+
+    Args:
+        start: alpha at the beginning, >= 1.
+        end: alpha from step ``T`` on, >= 1.
+        over: share of training over which alpha moves, in (0, 1].
+        shape: ``"linear"``, ``"cosine"`` or a function from [0, 1] to [0, 1].
 
     Raises:
         ValueError: if an argument is out of range, or, when training starts, the model is not patched with entmax.

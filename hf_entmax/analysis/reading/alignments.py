@@ -41,6 +41,12 @@ def read_alignments(path: str | os.PathLike[str]) -> list[AlignedPair]:
 
     Indices are zero-based.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        The sentence pairs in their order, with their sure and possible links.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: a broken line or a link outside its sentence, with the line number; or an empty file.

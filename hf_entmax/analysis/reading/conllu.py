@@ -81,6 +81,12 @@ def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:
 
     Multiword tokens (``3-4``) are kept as one surface token over several words, empty nodes (``5.1``) are left out.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        The sentences in their order; those without a word are left out.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: a broken line, with its number, or a file without a sentence.

@@ -46,6 +46,12 @@ def read_trajectory(path: str | os.PathLike[str]) -> Trajectory:
     for one step the later counts (a run that was resumed writes the steps after its checkpoint again). A last line cut
     off by a killed run is left out with a warning.
 
+    Args:
+        path: of the log.
+
+    Returns:
+        Steps in ascending order and, by site, the values at each.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: a broken line (its number is named), values of changing shape, or no step at all.

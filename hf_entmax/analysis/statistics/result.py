@@ -114,7 +114,14 @@ class AttentionStatistics:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept."""
+        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept.
+
+        Args:
+            path: of the file; its folder is made, a file that is there is overwritten.
+
+        Returns:
+            The path, for :meth:`load`.
+        """
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {}
