@@ -17,7 +17,7 @@ from common.run import Run
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature
 
 FIELDS = columns(
-    "attention output_alpha seed data unit method coverage_wanted alpha splits calibration test",
+    "attention output_alpha seed data unit method coverage_wanted splits calibration test",
     "coverage coverage_sd size size_sd worst_stratum strata listed whole train_steps command hardware versions",
 )
 SPLITS = 10

@@ -201,6 +201,22 @@ def lambdas(rows: Rows) -> str:
     return table(head, lines)
 
 
+def conformal(rows: Rows) -> str:
+    """Sets with a promise: coverage and size over the splits."""
+    head = ["data", "set of", "output", "method", "promised, %", "held, %", "labels or answers in a set"]
+    head += ["held in the worst stratum, %", "by size of the set: held, % (share of sets, %)"]
+    lines = []
+    for row in rows("conformal"):
+        size = f"{row['size']} ± {row['size_sd']}" if row["size_sd"] else row["size"]
+        if row["whole"] and float(row["whole"]) < 100:
+            size = f">= {size} ({row['whole']} % of {row['listed']} listed whole)"
+        data = "94 languages" if row["unit"] == "label" else "inflection"
+        held = f"{row['coverage']} ± {row['coverage_sd']}"
+        cells = [data, f"{row['unit']}s", row["output_alpha"], row["method"], row["coverage_wanted"], held, size]
+        lines.append([*cells, row["worst_stratum"], row["strata"]])
+    return table(head, lines)
+
+
 def conversions(found: list[Row], measure: str, title: str, unit: str) -> str:
     """What a finished softmax model loses when it is made sparse."""
     control = next(iter(pick(found, attention="softmax")), None)
