@@ -77,6 +77,7 @@ def fields(kind: Kind) -> tuple[str, ...]:
         kind.quality,
         before,
         kind.heads,
+        "keys" if kind is SENTENCES else "",
         END.replace("best_step ", ""),  # the last model is the one that is kept
     )
 

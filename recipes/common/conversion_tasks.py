@@ -62,7 +62,7 @@ ENCODER_DECODER = Kind(
 SENTENCES = Kind(
     "encoder of sentences", AutoModel, check_encoder, "max_tokens", "FEATURE_EXTRACTION", "sentence-similarity", "spearman",
     quality="spearman pearson accuracy mrr",
-    heads="density density_encoder_self support_encoder_self js_encoder_self keys",
+    heads="density density_encoder_self support_encoder_self js_encoder_self",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def calibrations(rows: Rows) -> str:
         cells += [column([row], "similarity_correlation", 4)]
         cells += [column([row], name, 1, 100) for name in ("accuracy_before", "accuracy")]
         cells += [column([row], name) for name in ("alpha_median", "alpha_max")]
-        lines.append([*cells, f"{float(row['seconds']) / 60:.0f}"])
+        lines.append([*cells, column([row], "seconds", 0, 1 / 60)])
     return table(head, lines)
 
 
@@ -112,7 +112,7 @@ def figure(rows: Rows) -> Figure | None:
         if group == "convert_encoder":
             axis.axhline(0.995, color="grey", linestyle=":", label="our aim")
         axis.invert_xaxis()
-        axis.set(xlabel="nonzero attention weights, %", ylabel=f"{what} (lines: dev, dots: test)", title=MODELS[group])
+        axis.set(xlabel="nonzero attention weights, %", ylabel=what, title=f"{MODELS[group]}, lines: dev, dots: test")
         axis.legend(fontsize="small")
     return drawn
 
