@@ -170,6 +170,11 @@ def kernel_module(
     return module
 
 
+def plain(tensor: Tensor) -> bool:
+    """Whether this is a tensor of PyTorch's own, and nothing takes its operations over: a kernel may read its memory."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
+
+
 def row_kernel(scores: Tensor) -> ModuleType | None:
     """Return the module of fused kernels for independent rows of scores, or None where there is none for them.
 
@@ -186,8 +191,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     """
     if torch.compiler.is_compiling() or recorded() or not scores.numel():
         return None
-    plain = type(scores) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
-    if not plain or _peek_interpreter_stack() is not None:
+    if not plain(scores) or _peek_interpreter_stack() is not None:
         return None
     for name in {"cpu": ("numba", "triton"), "cuda": ("triton",)}.get(scores.device.type, ()):
         module = kernel_package(name)

@@ -234,7 +234,13 @@ def append_sink(
     if bias is None:
         bias = query.new_zeros(1, 1, 1, 1)
     bias = bias.expand(*bias.shape[:1], query.shape[1], length_q, length_k)
-    score = sink.to(bias.dtype).view(1, -1, 1, 1).expand(bias.shape[0], -1, length_q, 1)
+    # A bias that is NaN would hide the sink; an infinite one makes what it is: NaN in every row.
+    score = (
+        torch.where(sink.isnan(), math.inf, sink)
+        .to(bias.dtype)
+        .view(1, -1, 1, 1)
+        .expand(bias.shape[0], -1, length_q, 1)
+    )
     options = dataclasses.replace(
         options,
         attention_mask=mask,

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_entmax.ops import Entmax, entmax, entmax_attention, opaque, reference, solve
+from hf_entmax.ops import (
+    Entmax,
+    entmax,
+    entmax_attention,
+    exact_sparse_attention,
+    opaque,
+    reference,
+    sketch_keys,
+    solve,
+)
 
 F64 = torch.float64
 
@@ -63,6 +72,23 @@ def test_attention_compiles_with_dynamic_lengths():
         query, key = torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)
         expected = entmax_attention(query, key, key, alpha, is_causal=True, backend="torch")[0]
         torch.testing.assert_close(compiled(query, key, alpha), expected)
+
+
+def test_exact_attention_breaks_the_graph():
+    """Keys and a query that the first graph makes, an output that the second one takes."""
+    key, value = torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)
+    sketch, query = sketch_keys(2 * key), torch.randn(1, 4, 1, 16)
+
+    def double(query, key, value):
+        return 2 * exact_sparse_attention(3 * query, sketch, 2 * key, value, 1.5, sink=torch.zeros(4))[0]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.allclose(
+            torch.compile(double, backend="eager")(query, key, value), double(query, key, value), atol=1e-6
+        )
+        with pytest.raises(Exception, match="disable"):
+            torch.compile(double, backend="eager", fullgraph=True)(query, key, value)
 
 
 @pytest.mark.slow

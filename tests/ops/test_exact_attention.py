@@ -8,6 +8,7 @@ import fresh
 import pytest
 import torch
 from tolerances import absolute_error, assert_half
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_entmax.ops import available_backends, entmax_attention, exact_sparse_attention, reference, sketch_keys
 from hf_entmax.ops.exact.bounds import candidate_keys
@@ -243,6 +244,47 @@ def test_queries_and_values_that_are_not_finite(bad, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [3, 100])
+def test_a_bias_that_is_infinite(place, backend):
+    query, key, value = 3 * torch.randn(B, H, 1, D), *torch.randn(2, B, H_KV, T, D)
+    bias = torch.zeros(1, H, 1, T)
+    bias[0, 1, 0, place] = math.inf
+    for term in ("position_bias", "attention_mask"):
+        out, _ = exact_sparse_attention(
+            query, sketch_keys(key, 4, 16), key, value, 1.5, backend=backend, **{term: bias}
+        )
+        plain = dense(query, key, value, 1.5, backend, **{term: bias})
+        assert torch.equal(out.isnan(), plain.isnan()) and bool(out[:, 1].isnan().all())
+        assert absolute_error(out.nan_to_num(), plain.nan_to_num()) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_sink_that_is_not_finite(bad, backend):
+    query, key, value = 3 * torch.randn(B, H, 1, D), *torch.randn(2, B, H_KV, T, D)
+    sketch, sink = sketch_keys(key, 4, 16), torch.zeros(H)
+    expected, _ = exact_sparse_attention(query, sketch, key, value, 1.5, backend=backend, sink=sink)
+    sink[2] = bad
+    out, _ = exact_sparse_attention(query, sketch, key, value, 1.5, backend=backend, sink=sink)
+    expected[:, 2] = math.nan
+    assert torch.allclose(out, expected, rtol=0, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [3, 100])
+def test_counts_where_keys_are_not_finite(bad, place, backend):
+    query, key, value = torch.rand(1, 4, 1, D), torch.randn(1, 2, T, D), torch.randn(1, 2, T, D)
+    key[0, 0, place, 2] = bad  # a score that is as bad, since queries are positive
+    seen = torch.tensor([20, 90, T, T])
+    for mask in (torch.arange(T) < seen[:, None, None], torch.arange(T) >= T - seen[:, None, None]):
+        for term in ({"attention_mask": mask[None]}, {"position_bias": torch.where(mask, 0.5, -math.inf)[None]}):
+            _, counts = exact_sparse_attention(query, sketch_keys(key, 4, 16), key, value, 1.5, backend=backend, **term)
+            assert torch.equal(counts.total, seen[None])
+            assert bool((counts.nonzero <= counts.read).all() and (counts.read <= counts.total).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cache_that_grows_and_is_cropped(backend):
     buffer, values = torch.randn(2, B, H_KV, 200, D)
     sketch = sketch_keys(buffer[:, :, :1], 4, 16)
@@ -283,6 +325,10 @@ def test_what_is_refused():
         ({"alpha": 0.5}, "alpha"),
         ({"alpha": torch.full((H + 1,), 1.5)}, "alpha"),
         ({"sink": torch.zeros(H - 1)}, "sink has shape"),
+        ({"sink": [0.0] * H}, "sink must be a floating tensor .* not list"),
+        ({"sink": torch.zeros(H, dtype=torch.complex64)}, "sink must be .* not torch.complex64"),
+        ({"sink": torch.zeros(H, dtype=torch.int64)}, "sink must be .* not torch.int64"),
+        ({"sink": torch.zeros(H, device="meta")}, "sink is on meta, but query on cpu"),
         ({"softcap": -1.0}, "softcap"),
         ({"key_padding_mask": torch.ones(B, T - 1, dtype=torch.bool)}, "key_padding_mask"),
         ({"backend": "cuda"}, "backend"),
@@ -294,6 +340,16 @@ def test_what_is_refused():
         attend(query=query.clone().requires_grad_())
     with torch.no_grad():
         attend(query=query.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+        torch.vmap(lambda row: exact_sparse_attention(row[None], sketch, key, key, 1.5)[0])(query)
+
+
+def test_fake_tensors():
+    query, key = torch.randn(B, H, 1, D), torch.randn(B, H_KV, T, D)
+    with FakeTensorMode() as mode:
+        query, key = mode.from_tensor(query), mode.from_tensor(key)
+        out, counts = exact_sparse_attention(query, sketch_keys(key), key, key[..., :5], 1.5, sink=torch.zeros(H))
+        assert out.shape == (B, H, 1, 5) and all(count.shape == (B, H) for count in counts)
 
 
 _PLAIN = """

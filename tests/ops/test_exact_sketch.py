@@ -8,7 +8,7 @@ import torch
 
 from hf_entmax.ops import KeySketch, sketch_keys
 from hf_entmax.ops.exact import suggested_bits
-from hf_entmax.ops.numba_cpu.layout import HALF_STEP
+from hf_entmax.ops.sketch_format import HALF_STEP
 
 KINDS = {
     "normal": lambda *s: torch.randn(s),

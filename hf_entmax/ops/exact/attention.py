@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops import backends
 from hf_entmax.ops.attention import attend, head_alpha
@@ -14,6 +17,7 @@ from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.exact.sketch import KeySketch
 from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
 # The kernels take queries one by one: with more of them, dense arithmetic on what was gathered for all is faster.
@@ -55,7 +59,8 @@ def exact_sparse_attention(
 
     The output is that of `hf_entmax.ops.entmax_attention` with the same arguments: nothing is approximated. Where nothing
     can be proved (alpha = 1, keys that are not finite) keys are read in full. What the kernels for the CPU and for CUDA do not
-    take (more than 16 queries, float64 and what `entmax_attention` leaves to plain operations) is gathered by plain operations.
+    take (more than 16 queries, float64 and what `entmax_attention` leaves to plain operations) is gathered by plain operations;
+    where values cannot be looked at (fake tensors, tracing) every key is read. ``torch.compile`` runs it outside of its graphs.
 
     Args:
         query: ``[B, H, T_q, D]``, float32, float64, bfloat16 or float16; best with few queries.
@@ -71,7 +76,8 @@ def exact_sparse_attention(
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         scaling: factor of the scores; ``D ** -0.5`` if None.
         sink: ``[H]``, the score of one more key that every query sees, whose value is 0; it is neither capped nor counted.
-        backend: ``"auto"``, ``"torch"``, ``"numba"`` or ``"triton"``.
+        backend: ``"auto"``, ``"torch"``, ``"numba"`` or ``"triton"``: what reads the sketch for up to 16 queries, and attends to
+            the gathered keys for more; plain operations find those for every backend.
 
     Returns:
         ``[B, H, T_q, D_v]`` in the dtype of ``value``, and what was read.
@@ -80,7 +86,8 @@ def exact_sparse_attention(
         TypeError: if an argument has the wrong type or dtype.
         ValueError: if shapes do not fit together, the sketch cannot be one of ``key``, a value is out of range, or
             ``backend`` is unknown or cannot run here.
-        RuntimeError: if a gradient is asked for: there is none. Call it under ``torch.no_grad()``, or `entmax_attention`.
+        RuntimeError: if a gradient or a transform of ``torch.func`` (vmap) is asked for: there is none. Call it under
+            ``torch.no_grad()``, or `entmax_attention`.
 
     Example:
         >>> query, key, value = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64)
@@ -98,11 +105,31 @@ def exact_sparse_attention(
         softcap=softcap,
         scaling=scaling,
     )
+    if torch.compiler.is_dynamo_compiling():
+        return _outside_of_graphs()(query, sketch, key, value, alpha, options, sink, backend)
+    return exact_attend(query, sketch, key, value, alpha, options, sink, backend)
+
+
+def exact_attend(
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, SparseCounts]:
+    """`exact_sparse_attention` with its keyword arguments in a record, which asks for neither dropout nor weights."""
+    if _functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "exact_sparse_attention is inside a torch.func transform (vmap, grad, jvp), which it has no rules for: call it "
+            "outside, with a batch dimension, or call entmax_attention."
+        )
     options.check(query, key, value)
     sketch.check(key)
     alpha = head_alpha(alpha, query.shape[1])
-    if sink is not None and sink.shape != query.shape[1:2]:
-        raise ValueError(f"sink has shape {tuple(sink.shape)}, but must have [H] = [{query.shape[1]}].")
+    _check_sink(sink, query)
     tensors = [query, key, value, alpha, sink, *options.tensors().values()]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(
@@ -111,6 +138,8 @@ def exact_sparse_attention(
         )
     module = backends.kernel_module(backend, query, key, value, alpha, options)
     kernel = getattr(module, "exact_sparse_attention", None)
+    if not (backends.plain(query) and values_visible(query)):
+        return _dense(query, key, value, alpha, options, sink, backend)
     if kernel is not None and query.shape[2] <= _FEW_QUERIES and 0 not in (query.numel(), key.numel()):
         out, counts = kernel(query, sketch, key, value, alpha, options, sink)
         return out, SparseCounts(*counts)
@@ -143,6 +172,7 @@ def gathered_attention(
     def columns_of(term: Tensor | None) -> Tensor | None:
         return None if term is None else term.expand(batch, heads, queries, keys).gather(-1, columns)
 
+    attended = candidates.gather(-1, columns)
     chosen = dataclasses.replace(
         options,
         attention_mask=columns_of(options.attention_mask),
@@ -151,11 +181,55 @@ def gathered_attention(
         is_causal=False,
         sliding_window=None,
         need_weights="sparse",
-    ).restricted(candidates.gather(-1, columns))
+    ).restricted(attended)
     if sink is not None:
         key, value, chosen = append_sink(query, key, value, sink, chosen)
     out, weights = attend(query, key, value, alpha, chosen, backend)
     if isinstance(weights, SparseRows):
         weights = weights.dense()
     assert weights is not None
-    return out, SparseCounts(total, read, (weights[..., :width] != 0).sum((-1, -2)))
+    # A row of NaN has them at the keys as well that it was filled up with.
+    return out, SparseCounts(total, read, ((weights[..., :width] != 0) & attended).sum((-1, -2)))
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    sink: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, SparseCounts]:
+    """The same where values cannot be looked at: every visible key is read."""
+    keys = key.shape[2]
+    visible = options.visible(query.shape[2], keys, query.device)
+    visible = query.new_ones(1, dtype=torch.bool) if visible is None else visible
+    visible = visible.expand(*query.shape[:3], keys)
+    if sink is not None:
+        key, value, options = append_sink(query, key, value, sink, options)
+    out, weights = attend(query, key, value, alpha, dataclasses.replace(options, need_weights=True), backend)
+    total = visible.sum((-1, -2))
+    return out, SparseCounts(total, total, ((weights[..., :keys] != 0) & visible).sum((-1, -2)))  # type: ignore[index]
+
+
+def _check_sink(sink: Tensor | None, query: Tensor) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        given = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a floating tensor [H] = [{query.shape[1]}] (or None), not {given}.")
+    if sink.shape != query.shape[1:2]:
+        raise ValueError(f"sink has shape {tuple(sink.shape)}, but must have [H] = [{query.shape[1]}].")
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device}, but query on {query.device}: move one of them.")
+
+
+# A compiler runs this while it traces, and breaks its graph at what is returned; it is no decorator, since that would import
+# Dynamo, which takes a second.
+@functools.cache
+def _outside_of_graphs() -> Callable[..., tuple[Tensor, SparseCounts]]:
+    return torch.compiler.disable(exact_attend)
+
+
+_outside_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.exact.sketch import KeySketch
-from hf_entmax.ops.numba_cpu.layout import HALF_STEP
 from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.sketch_format import HALF_STEP, THRESHOLD_ROUNDINGS
 from hf_entmax.ops.solve import compute_dtype, shift_of, solve_centred, weights_at
 
 #: Below this ``u = alpha - 1`` nearly no key has weight 0, and nothing is proved.
@@ -43,7 +43,7 @@ def score_rounding(head_dim: int, dtype: torch.dtype, device: torch.device) -> f
 def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dtype: torch.dtype) -> Tensor | float:
     """How far below the threshold a bound must lie, from the size of the scores there."""
     own = torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0
-    return (64 * torch.finfo(compute_dtype(dtype)).eps + 4 * own) * (1.0 + size + 1.0 / u + softcap)
+    return (THRESHOLD_ROUNDINGS * torch.finfo(compute_dtype(dtype)).eps + 4 * own) * (1.0 + size + 1.0 / u + softcap)
 
 
 def candidate_keys(

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.numba_cpu.layout import LANES, PLANES
+from hf_entmax.ops.sketch_format import LANES, PLANES
 from hf_entmax.ops.solve import compute_dtype
 
 _LARGEST_PAGE = 128

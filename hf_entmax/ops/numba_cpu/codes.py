@@ -5,8 +5,10 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from hf_entmax.ops.sketch_format import PLANES
+
 from .jit import jit
-from .layout import PLANES, WEIGHT_PLANES
+from .layout import WEIGHT_PLANES
 from .simd import load, read_u8, splat, store, write_u8
 from .tiles import _Loop
 from .vector_types import (

@@ -115,7 +115,8 @@ def _digest() -> str:
     from .vector_types import target_features
 
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    folder = pathlib.Path(__file__).parent
+    for path in (*sorted(folder.glob("*.py")), folder.parent / "sketch_format.py"):
         if path.name not in _HOST_FILES:
             digest.update(path.read_bytes())
     versions = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag, platform.machine(), sys.platform)

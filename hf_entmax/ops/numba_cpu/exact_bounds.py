@@ -10,9 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
+from hf_entmax.ops.sketch_format import HALF_STEP
+
 from .codes import load_float16, magnitude, make_page, store_as_bytes
 from .jit import jit
-from .layout import BOUND_ROWS, HALF_STEP, LANES, VECTOR, WEIGHT_PLANES
+from .layout import BOUND_ROWS, LANES, VECTOR, WEIGHT_PLANES
 from .scores import row_limits
 from .simd import (
     atomic_increment,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_entmax.ops.exact.bounds import score_rounding
 from hf_entmax.ops.options import AttentionOptions
 
 from . import layout, runtime
@@ -28,8 +29,6 @@ _LEAST_U = {2: 0.3, 4: 0.09, 6: 0.08, 8: 0.08}
 _ITEMS_PER_THREAD = 4
 # Products of a query and keys below which no further thread is asked for.
 _PRODUCTS_PER_THREAD = 1 << 22
-# The rounding of a score and its bound over ``|q| |k|``: see `hf_entmax.ops.exact.bounds`.
-_ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 def attend(
@@ -84,7 +83,8 @@ def attend(
     r.softcap, r.scaling = options.softcap or 0.0, options.scale(key.shape[-1])
     r.total = counts.data_ptr()
     r.read, r.nonzero = r.total + 8 * rows, r.total + 16 * rows
-    r.rounding, r.least_u = _ROUNDING * (key.shape[-1] + 16), _LEAST_U[sketch.bits]
+    r.rounding = score_rounding(key.shape[-1], torch.float32, query.device)
+    r.least_u = _LEAST_U[sketch.bits]
     # A thread that is woken costs as much time as some millions of products.
     threads = min(torch.get_num_threads(), 1 + rows * keys * key.shape[-1] // _PRODUCTS_PER_THREAD)
 

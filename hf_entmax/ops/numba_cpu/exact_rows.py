@@ -11,11 +11,13 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
+from hf_entmax.ops.sketch_format import THRESHOLD_ROUNDINGS
+
 from .codes import FLOAT32, widen_row
 from .exact_bounds import copy_query, row_place
 from .jit import jit, jit_inline
 from .layout import VECTOR
-from .scores import MASKED_BELOW, add_terms, candidates, cap, row_limits, row_maximum, term_row
+from .scores import MASKED_BELOW, add_terms, candidates, cap, mask_allows, row_limits, row_maximum, term_row
 from .simd import (
     LANES,
     atomic_increment,
@@ -23,12 +25,11 @@ from .simd import (
     compress,
     compress_index,
     count,
-    either,
     first_lanes,
     greater,
     indices,
-    is_nan,
     load,
+    load_bytes,
     load_index,
     max_lanes,
     maximum,
@@ -53,7 +54,7 @@ from .vecmath import TINY, exp, log
 
 _f = np.float32
 _ZERO, _INFINITY = _f(0.0), _f(np.inf)
-_EPS = 2.0**-23
+_MARGIN = THRESHOLD_ROUNDINGS * 2.0**-23
 # The sum of weights that proves that a threshold lies below: above 1 by more than its rounding for any alpha with bounds.
 _PROOF, _CLOSE = 1.0 + 1e-4, 1.01
 
@@ -149,9 +150,11 @@ def _within(s, j, low, high):
 
 @jit
 def _top(exact, n, sink):
-    """The largest of the exact scores and the sink; NaN where a score is NaN or infinite."""
+    """The largest of the exact scores and the sink; NaN where one of them is NaN or infinite."""
     top = row_maximum(exact, 0, n)
-    return top if math.isnan(top) or top > sink else sink
+    if math.isnan(top) or top > sink:
+        return top
+    return sink if sink < _INFINITY else _f(np.nan)
 
 
 @jit
@@ -167,13 +170,32 @@ def _top_page(r, s, page, low, high, unknown):
     return max_lanes(top)
 
 
+@jit_inline
+def _allowed(kind, row, j):
+    """Which of sixteen columns a term allows; kind 0: there is none, 1: bool, 2: float."""
+    if kind == 0:
+        return first_lanes(LANES)
+    if kind == 1:
+        return load_bytes(row + j)
+    return greater(load(row + 4 * j), splat(MASKED_BELOW))
+
+
 @jit
-def _count_visible(s, low, high):
-    visible = 0
-    for j in range(low, high, LANES):
-        value = load(s + 4 * j)
-        there = both(either(greater(value, splat(MASKED_BELOW)), is_nan(value)), first_lanes(high - j))
-        visible += count(there)
+def _count_visible(r, b, h, i, low, high):
+    """How many of the columns [low, high) mask and bias allow, whatever their scores are."""
+    bias_kind = 2 if r.bias != 0 else 0
+    bias = term_row(r.bias, r.bias_b, r.bias_h, r.bias_t, b, h, i)
+    mask = term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i)
+    if bias_kind == 0 and r.mask_kind == 0:
+        return high - low
+    visible, j = 0, low
+    while j + LANES <= high:
+        visible += count(both(_allowed(bias_kind, bias, j), _allowed(r.mask_kind, mask, j)))
+        j += LANES
+    while j < high:
+        if (bias_kind == 0 or mask_allows(2, bias, j)) and (r.mask_kind == 0 or mask_allows(r.mask_kind, mask, j)):
+            visible += 1
+        j += 1
     return visible
 
 
@@ -235,8 +257,9 @@ def _choose(r, row, u, sink, low, high, q, keys, wide, upper, tops, widths, foun
         lower = read_f32(tops + 4 * page) - read_f32(widths + 4 * page)
         top = lower if lower > top else top
     floor = -_INFINITY
-    if top > MASKED_BELOW:
-        reach, margin = 1.0 / u, 64.0 * _EPS * (1.0 + abs(top) + 1.0 / u + r.softcap)
+    # Above an infinite score nothing is proved: all is read, as in dense attention, and comes out as NaN.
+    if MASKED_BELOW < top < _INFINITY:
+        reach, margin = 1.0 / u, _MARGIN * (1.0 + abs(top) + 1.0 / u + r.softcap)
         least = _f(top - reach)
         own = _with_sink(sink, least, top, x, _relative_above(exact, n, least, top, x, 0))
         m = _lower_bounds(r, upper, tops, widths, low, high, least, top, x, index, own)
@@ -337,22 +360,21 @@ def _run_row(r, row, scratch):
         store_index(found + 4 * k, indices(bounded + k))
     _exact_scores(r, q, keys, found, n, exact, wide)
     _add_terms_at(r, exact, found, n, b, h, i)
-    total, terms = high - low, _has_terms(r)
-    if terms:
-        total = _count_visible(exact, 0, n)
+    visible, terms = _count_visible(r, b, h, i, bounded, high), _has_terms(r)
+    read, total = visible - n, visible
     if bounded > low:
+        total += _count_visible(r, b, h, i, low, bounded)
         upper = r.upper + r.upper_bytes * row
         tops, widths = r.tops + 4 * r.pages * row, r.widths + 4 * r.pages * row
         if terms:
             add_terms(r, upper, b, h, i, low, bounded)
-            total += _count_visible(upper, low, bounded)
         for page in range(low // r.page_size, (bounded + r.page_size - 1) // r.page_size):
             if terms or page * r.page_size < low or (page + 1) * r.page_size > bounded:
                 unknown = read_f32(widths + 4 * page) == _INFINITY
                 write_f32(tops + 4 * page, _top_page(r, upper, page, low, bounded, unknown))
         n = _choose(r, row, u, sink, low, bounded, q, keys, wide, upper, tops, widths, found, exact, n, x, index)
     values, out = r.v + b * r.v_b + (h // r.groups) * r.v_h, r.out + b * r.out_b + h * r.out_h + i * r.out_t
-    read = _count_visible(exact, 0, n) if terms else n
+    read += n  # of what was found by bounds, all is visible
     write_i64(r.total + 8 * row, total)
     write_i64(r.read + 8 * row, read)
     nonzero = _finish(r, row, u, sink, found, exact, n, x, index, p, other, kept, out, values, wide)

@@ -6,8 +6,9 @@ Nothing here imports Numba; a kernel that must compute a size itself compiles th
 
 from __future__ import annotations
 
-#: Floats in a vector; a store always writes a whole one.
-LANES = 16
+from hf_entmax.ops.sketch_format import LANES
+
+#: Bytes of a vector of LANES floats; a store always writes a whole one.
 VECTOR = 4 * LANES
 #: What a block may write behind its last row: the last store of a row writes a whole vector.
 SPARE = VECTOR
@@ -35,12 +36,8 @@ GROUP_SHIFT = GROUP_COUNT + VECTOR
 GROUP_STEP = GROUP_SHIFT + VECTOR
 GROUP_BYTES = GROUP_STEP + VECTOR
 
-#: Of a key sketch: bits per channel -> the planes of its codes (bits of the plane, how far they stand to the left), and
-#: the int8 parts that the kernel splits a weight of the codes into.
-PLANES = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 2), (2, 0)), 8: ((8, 0),)}
+#: Bits per channel of a key sketch -> the int8 parts that the kernel splits a weight of the codes into.
 WEIGHT_PLANES = {2: 1, 4: 1, 6: 2, 8: 2}
-#: Half a step, and the rounding of the quotient that a code is rounded from (255 * 2**-23 at most).
-HALF_STEP = 0.5001
 #: Rows whose bounds are computed at a time.
 BOUND_ROWS = 4
 

@@ -51,7 +51,8 @@ def term_row(address, stride_b, stride_h, stride_t, b, h, i):
 
 
 @jit_inline
-def _mask_allows(kind, row, j):
+def mask_allows(kind, row, j):
+    """Whether a term allows column j; kind 1 is bool, 2 float."""
     if kind == 1:
         return read_u8(row + j) != 0
     return read_f32(row + 4 * j) > MASKED_BELOW
@@ -81,11 +82,11 @@ def row_limits(r, b, h, i):
         row = term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i)
         while high - LANES >= low and not _mask_allows_any(r.mask_kind, row, high - LANES):
             high -= LANES
-        while high > low and not _mask_allows(r.mask_kind, row, high - 1):
+        while high > low and not mask_allows(r.mask_kind, row, high - 1):
             high -= 1
         while low + LANES <= high and not _mask_allows_any(r.mask_kind, row, low):
             low += LANES
-        while low < high and not _mask_allows(r.mask_kind, row, low):
+        while low < high and not mask_allows(r.mask_kind, row, low):
             low += 1
     return low, max(low, high)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_entmax.ops.exact.bounds import LEAST_U
-from hf_entmax.ops.numba_cpu.layout import HALF_STEP, LANES
+from hf_entmax.ops.sketch_format import HALF_STEP, LANES, THRESHOLD_ROUNDINGS
 from hf_entmax.ops.triton_gpu.row_math import (
     MASKED,
     MASKED_BELOW,
@@ -37,7 +37,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
 _LANES, _HALF_STEP, _LEAST_U = tl.constexpr(LANES), tl.constexpr(HALF_STEP), tl.constexpr(LEAST_U)
 # What two bfloat16 numbers leave of a float32 number, at most, as a share of it.
 _LEFT = tl.constexpr(2.0**-15)
-_EPS = tl.constexpr(2.0**-23)
+_MARGIN = tl.constexpr(THRESHOLD_ROUNDINGS * 2.0**-23)
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def _exact_rows_kernel(
             n = _append(scores, low, low > tl.maximum(top - mapping.inv_u, MASKED_BELOW), n)
         tl.debug_barrier()
         c = _threshold(scores, n, top, mapping, max_passes, OPTIONS.ALPHA, CHUNK)
-        margin = 64 * _EPS * (1.0 + tl.abs(top) + mapping.inv_u + problem.softcap)
+        margin = _MARGIN * (1.0 + tl.abs(top) + mapping.inv_u + problem.softcap)
         # Weights that sum to 1 or more prove that the threshold does not lie below this.
         total, _, _ = _mass(scores, n, top, c - margin, mapping, OPTIONS.ALPHA, CHUNK)
         floor = tl.where(total >= 1.0, top + (c - mapping.inv_u - 2.0 * margin), MASKED_BELOW)
