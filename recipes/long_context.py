@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import statistics
 import time
 from collections.abc import Callable
@@ -86,7 +87,9 @@ def prompt(settings: Any, model: Any, tokenizer: Any, length: int) -> Tensor:
 
 def filled(settings: Any, model: Any, ids: Tensor, cache: Any, name: str) -> Any:
     """The cache after a prompt; kept in a folder between calls, since reading a long prompt takes a minute."""
-    kept = settings.keep and settings.keep / f"{Path(settings.model).name}-{name}-{settings.dtype}-{ids.shape[1]}.pt"
+    question = str(Path(settings.model).resolve()), settings.bits, ids.tolist()
+    digest = hashlib.sha256(repr(question).encode()).hexdigest()[:12]
+    kept = settings.keep and settings.keep / f"{Path(settings.model).name}-{name}-{settings.dtype}-{digest}.pt"
     if kept and kept.exists():
         return torch.load(kept, weights_only=False)
     for chunk in ids.split(_CHUNK, 1):
@@ -273,6 +276,10 @@ def milliseconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str,
 
 def operator(settings: Any, results: Results) -> None:
     """Attention of one query over the real keys of some layers, repeated to each length; means over the layers."""
+    if "own" in settings.alphas and settings.alpha != "own":
+        raise SystemExit(
+            "--alphas own: those that the folder was saved with are kept by --alpha own alone; give that too."
+        )
     plain, sparse, tokenizer = load(settings)
     ids = prompt(settings, plain, tokenizer, min(settings.prompt, min(settings.lengths)))
     cache = filled(settings, plain, ids[:, :-1], DynamicCache(config=plain.config), "softmax")

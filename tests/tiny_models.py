@@ -43,7 +43,7 @@ _T5 = dict(**_IDS, d_model=16, d_kv=4, d_ff=20, num_layers=2, num_heads=4, decod
 
 
 def _t5(**extra):
-    model = tf.T5ForConditionalGeneration(tf.T5Config(**_T5, **extra))
+    model = tf.T5ForConditionalGeneration(tf.T5Config(**(_T5 | extra)))
     # T5 starts with tiny embeddings of the position bias; make it matter.
     for module in model.modules():
         if hasattr(module, "relative_attention_bias"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -110,7 +111,7 @@ class _Decoder(ExactSparseCache, DynamicCache):
 
     def _fill(self, config: PreTrainedConfig, plan: Plan, site: str = "self") -> None:
         self._site = site
-        kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        kinds, options = get_layer_types_and_kwargs(_of_decoder(config))
         if site == "cross":  # whatever the decoder's own windows, its queries see the whole input
             kinds, options, plan = ["full_attention"] * len(kinds), [{}] * len(kinds), _growing(plan)
         layers = [
@@ -178,6 +179,17 @@ def _read(
     ):
         raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: give a number of tokens, or None.")
     return config, Plan(bits, page_size, max_cache_len, verify)
+
+
+def _of_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the decoder, which says how many layers that has (T5's says how many the encoder has)."""
+    text = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_decoder_layers", None)
+    if not config.is_encoder_decoder or layers in (None, text.num_hidden_layers):
+        return text
+    text = copy.deepcopy(text)
+    text.num_hidden_layers = layers
+    return text
 
 
 def _growing(plan: Plan) -> Plan:

@@ -16,7 +16,8 @@ from hf_entmax.generation.growing_layer import GrowingLayer
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
-from hf_entmax.ops.exact import KeySketch, exact_sparse_attention
+from hf_entmax.ops.exact import KeySketch
+from hf_entmax.ops.exact.attention import exact_attend
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.solve import traced
@@ -28,16 +29,6 @@ MOST_QUERIES = 8
 _SHORTEST = 1024
 # A weight that float32 may round to zero, at the alphas where weights fall off most steeply.
 _TINY_WEIGHT = 1e-5
-# What `AttentionOptions` and `exact_sparse_attention` have in common.
-_ARGUMENTS = (
-    "attention_mask",
-    "key_padding_mask",
-    "position_bias",
-    "is_causal",
-    "sliding_window",
-    "softcap",
-    "scaling",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +177,7 @@ class ExactSparseLayer(GrowingLayer):
             out, _ = attend(query, key, value, alpha, options, backend)
             return out, torch.stack([pairs, pairs, torch.full_like(pairs, -1)])
         sketch = self._sketched(first, last, bits)
-        arguments = {name: getattr(options, name) for name in _ARGUMENTS}
-        out, counts = exact_sparse_attention(query, sketch, key, value, alpha, sink=sink, backend=backend, **arguments)
+        out, counts = exact_attend(query, sketch, key, value, alpha, options, sink, backend)
         step = torch.stack(counts).sum(1)
         if self.plan.verify:
             self._verify(query, sketch, key, value, alpha, options, sink, out, step[2])
@@ -228,6 +218,8 @@ class ExactSparseLayer(GrowingLayer):
         """Why every key is to be read, or None."""
         if options.need_weights:
             return "weights asked for"
+        if options.dropout:
+            return "dropout"
         if torch.compiler.is_compiling() or traced():
             return "compiled"
         if not self.holds(key):
@@ -332,6 +324,7 @@ def _shifted(options: AttentionOptions, more: int, key: Tensor) -> AttentionOpti
     padding = options.key_padding_mask
     if padding is None:
         padding = torch.ones(key.shape[0], key.shape[2] - more, dtype=torch.bool, device=key.device)
+    # One entry along the keys goes for all of them: hidden keys may have that of the only visible one.
     terms = {
         name: term if term.shape[-1] == 1 else nn.functional.pad(term, (more, 0))
         for name, term in options.tensors().items()
@@ -354,7 +347,9 @@ def _identity(module: nn.Module) -> str:
         parts: list[Any] = [type(module).__qualname__, getattr(module, "layer_idx", None)]
         for name, parameter in own:
             local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)().detach()
-            parts.append((name, tuple(local.shape), local.flatten()[:4].tolist()))
+            # Offloaded weights are elsewhere while the module does not run.
+            start = [] if local.is_meta else local.flatten()[:4].tolist()
+            parts.append((name, tuple(local.shape), start))
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         _identities[module] = [p for _, p in own], [_version(p) for _, p in own], digest
     return digest

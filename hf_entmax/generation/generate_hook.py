@@ -55,9 +55,14 @@ def install() -> None:
         asked = (
             generation_config.cache_implementation == CACHE_IMPLEMENTATION and generation_config.use_cache is not False
         )
-        # A cache that is given as well is an error, which Transformers raises.
-        if asked and model_kwargs.get("past_key_values") is None:
+        given = model_kwargs.get("past_key_values")
+        if asked and given is None:
             model_kwargs["past_key_values"] = _new_cache(self, generation_config)
+        # A cache that is given as well is an error, which Transformers raises. But an assistant is called with a copy of this
+        # configuration, and from its second call on with its cache.
+        if asked and (given is None or generation_config.is_assistant):
+            generation_config.cache_implementation = generation_config.cache_config = None
+        if asked and given is None:
             return None
         return prepare(self, generation_config, model_kwargs, *args, **kwargs)
 

@@ -32,16 +32,17 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, name: str, max_cache_len: int | None = None, sliding_window: int | None = None) -> None:
         self.name, self.max_cache_len, self.sliding_window = name, max_cache_len, sliding_window
         self.is_sliding = sliding_window is not None
-        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
-        """Forget all keys."""
-        self.is_initialized = False
+        """Forget all keys, and that past ones were to be kept."""
+        self.is_initialized = self.record_past = False
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         # Of the buffer, the keys from `_first` to `_end` are handed out. `_total` tokens were seen, `_before` the last ones.
         self._first = self._end = self._total = self._before = 0
+        # Where the past is recorded: the first key of the buffer that `crop` may need.
+        self._recorded = 0
 
     def _restarted(self) -> None:
         """Called where keys were moved to other places of the buffer."""
@@ -136,15 +137,20 @@ class GrowingLayer(DynamicLayer):
         assert key is not None and value is not None
         if self._end + new <= key.shape[2]:
             return
-        kept = self._end
-        if self.sliding_window is not None and not self.record_past:
-            kept = min(kept, self.sliding_window - 1)
+        start = self._window_start()
+        if self.record_past:
+            start = min(start, self._recorded)
+        kept = self._end - start
         self._allocate(key, value, kept + new)
-        self._key[:, :, :kept] = key[:, :, self._end - kept : self._end]  # type: ignore[index]
-        self._value[:, :, :kept] = value[:, :, self._end - kept : self._end]  # type: ignore[index]
-        if kept < self._end:
-            self._end = kept
+        self._key[:, :, :kept] = key[:, :, start : self._end]  # type: ignore[index]
+        self._value[:, :, :kept] = value[:, :, start : self._end]  # type: ignore[index]
+        if start:
+            self._end, self._recorded = kept, 0
             self._restarted()
+
+    def _window_start(self) -> int:
+        """The first key of the buffer that the next token may see."""
+        return 0 if self.sliding_window is None else max(0, self._end - self.sliding_window + 1)
 
     def _allocate(self, key: Tensor, value: Tensor, length: int) -> None:
         room = 0 if self.max_cache_len and not self.is_sliding else max(_ROOM, length // 2)
@@ -180,11 +186,11 @@ class GrowingLayer(DynamicLayer):
         return self.sliding_window or self.max_cache_len or -1
 
     def activate_past_recording(self) -> None:
-        """Keep what has left the window until `crop`, so that tokens can be taken back (assisted decoding)."""
+        """Keep what has left the window from one `crop` to the next, so that tokens can be taken back (assisted decoding)."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens, at any place of a page.
+        """Take back the last ``-tokens_to_remove`` tokens, at any place of a page; all others are there to stay.
 
         Raises:
             ValueError: if the number is positive or more than there are.
@@ -196,7 +202,7 @@ class GrowingLayer(DynamicLayer):
                 f"crop({tokens_to_remove}) on layer {self.name} of ExactSparseCache, which holds {self._total} tokens: give "
                 f"minus the number of tokens to take back, from -{self._total} to 0."
             )
-        if tokens_to_remove == 0 or not self.is_initialized:
+        if not self.is_initialized:
             return
         end = self._end + tokens_to_remove
         if self.sliding_window is not None and end < min(left, self.sliding_window - 1):
@@ -205,7 +211,7 @@ class GrowingLayer(DynamicLayer):
                 f"{self.sliding_window}: call cache.activate_past_recording() before they do."
             )
         self._end, self._total = end, left
-        self._first = min(self._first, end) if self.sliding_window is None else max(0, end - self.sliding_window + 1)
+        self._first = self._recorded = self._window_start()
         self._before = min(self._before, left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -218,7 +224,8 @@ class GrowingLayer(DynamicLayer):
             for buffer in (self._key, self._value):
                 buffer[moved, :, : self._end] = buffer[index[moved], :, : self._end]  # type: ignore[index]
         else:
-            self._key, self._value = self._key[index], self._value[index]  # type: ignore[index]
+            with torch.inference_mode(False):
+                self._key, self._value = self._key[index], self._value[index]  # type: ignore[index]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one after the other."""

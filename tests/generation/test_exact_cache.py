@@ -1,6 +1,7 @@
 """``ExactSparseCache``: generation with it equals generation without it, token by token, and says what it read."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ import hf_entmax
 from hf_entmax.generation import ExactSparseCache
 from hf_entmax.generation.bits import BitChoice
 from hf_entmax.generation.exact_layer import ExactSparseLayer, Plan
+from hf_entmax.ops.options import AttentionOptions
 
 #: Windows of two pages and a half, so that sketched keys leave them.
 _WINDOW = 40
@@ -92,6 +94,86 @@ def test_tokens_taken_back_and_several_at_a_time(family):
     if family == "llama":
         cache = ExactSparseCache(model, bits=4, page_size=16)
         assert torch.equal(_generate(model, cache, assistant_model=tiny.build("llama"), **call), expected)
+
+
+def test_an_assistant_beside_the_option_of_generate():
+    model, assistant = (hf_entmax.patch_model(_build("llama"), alpha=alpha) for alpha in (1.5, 1.6))
+    call = {"input_ids": torch.arange(44)[None] % 7 + 3, "attention_mask": None, "do_sample": False}
+    expected = _generate(model, **call)
+    call.update(
+        assistant_model=assistant, cache_implementation="exact_sparse", cache_config={"bits": 4, "page_size": 16}
+    )
+    out = _generate(model, return_dict_in_generate=True, **call)
+    assert torch.equal(out.sequences, expected) and isinstance(out.past_key_values, ExactSparseCache)
+    assistant.generation_config.cache_implementation = "exact_sparse"  # as it may be saved with it
+    assert torch.equal(_generate(model, **{**call, "cache_implementation": None}), expected)
+
+
+def test_a_decoder_of_more_layers_than_the_encoder():
+    model = hf_entmax.patch_model(tiny.build("t5", num_layers=1, num_decoder_layers=2), alpha=1.5)
+    cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
+    assert torch.equal(_generate(model, cache), _generate(model, use_cache=False))
+    assert [layer.name for layer in cache.certificate().layers] == ["self 0", "self 1", "cross 0", "cross 1"]
+
+
+def test_a_window_is_trimmed_while_the_past_is_recorded():
+    """As in assisted decoding: several tokens at a time, some of them taken back."""
+    layer = ExactSparseLayer("self 0", Plan(4, 16, None, False), 16)
+    layer.update(*torch.randn(2, 1, 2, 60, 8))
+    layer.activate_past_recording()
+    for _ in range(150):
+        layer.update(*torch.randn(2, 1, 2, 4, 8))
+        layer.crop(-2)
+    assert layer.get_seq_length() == 360 and layer._key.shape[2] < 120 and layer.keys.shape[2] == 15
+    for _ in range(150):  # without a crop nothing is forgotten
+        layer.update(*torch.randn(2, 1, 2, 1, 8))
+    layer.crop(-150)
+    assert layer.get_seq_length() == 360 and layer.keys.shape[2] == 15
+    layer.reset()
+    assert not layer.record_past
+
+
+def test_a_cache_that_outlives_inference_mode():
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    caches = ExactSparseCache(model, bits=4, page_size=16), tf.DynamicCache(config=model.config)
+    tokens, outputs = torch.arange(80).view(2, 40) % 30 + 3, []
+    for cache in caches:
+        with torch.inference_mode():
+            model(tokens, past_key_values=cache)
+            model(tokens[:, :1], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_repeat_interleave(2)
+            model(tokens[:, :1].repeat(2, 1), past_key_values=cache)
+        with torch.no_grad():
+            for _ in range(40):
+                last = model(tokens[:, 1:2].repeat(2, 1), past_key_values=cache).logits
+        outputs.append(last)
+    assert torch.allclose(*outputs, atol=1e-4) and caches[0].certificate().layers[0].steps == 42
+
+
+def test_offloaded_weights():
+    accelerate = pytest.importorskip("accelerate")
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    expected = _generate(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    cache = ExactSparseCache(model, bits=4, page_size=16)
+    assert torch.equal(_generate(model, cache), expected) and cache.certificate().keys_zero > 0
+
+
+def test_dropout_is_not_left_out():
+    model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
+    layer = ExactSparseLayer("self 0", Plan(4, 16, None, False))
+    value = torch.ones(1, 2, 40, 8)
+    given = (
+        model.model.layers[0].self_attn,
+        torch.randn(1, 4, 1, 8),
+        *layer.update(torch.randn(value.shape), value),
+        1.5,
+    )
+    out, _ = layer.attend(*given, AttentionOptions(), None, "auto")
+    assert torch.allclose(out, torch.ones(()))
+    out, _ = layer.attend(*given, AttentionOptions(dropout=0.9), None, "auto")
+    assert float((out - 1).abs().min()) > 0.01 and layer.tally.dense_steps == {"dropout": 1}
 
 
 def _feed(layer, like, key, value):
@@ -449,14 +531,14 @@ def test_a_wrong_zero_is_seen(monkeypatch):
     from hf_entmax.generation import exact_layer
 
     model = hf_entmax.patch_model(_build("llama"), alpha=1.5)
-    right = exact_layer.exact_sparse_attention
+    right = exact_layer.exact_attend
 
-    def drops_one(query, sketch, key, *args, **options):
+    def drops_one(query, sketch, key, value, alpha, options, *args):
         mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
         mask[:, -1] = False
-        return right(query, sketch, key, *args, **{**options, "key_padding_mask": mask})
+        return right(query, sketch, key, value, alpha, dataclasses.replace(options, key_padding_mask=mask), *args)
 
-    monkeypatch.setattr(exact_layer, "exact_sparse_attention", drops_one)
+    monkeypatch.setattr(exact_layer, "exact_attend", drops_one)
     cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
     with pytest.raises(RuntimeError, match="This is a fault of hf_entmax"):
         _generate(model, cache)

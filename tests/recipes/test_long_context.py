@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import types
 
 import pytest
 import tiny_models as tiny
@@ -58,6 +59,20 @@ def test_whole_model(folder, monkeypatch, capsys):
     assert [row["softmax_cache"] for row in rows] == 4 * ["dynamic"] + 4 * ["static"]
 
 
+def test_a_filled_cache_is_used_for_the_same_question_alone(tmp_path):
+    read = []
+
+    def fills(ids=(1, 2, 3), bits="auto", folder="a/model", name="softmax"):
+        read.clear()
+        settings = types.SimpleNamespace(keep=tmp_path, model=folder, dtype=torch.float32, bits=bits)
+        model = lambda chunk, **more: read.append(chunk)  # noqa: E731
+        assert long_context.filled(settings, model, torch.tensor([ids]), {"of": bits}, name) == {"of": bits}
+        return bool(read)
+
+    for change in ({}, {"ids": (1, 2, 4)}, {"bits": 4}, {"folder": "b/model"}, {"name": "entmax-1.5"}):
+        assert fills(**change) and not fills(**change), change
+
+
 def test_operator(folder, monkeypatch):
     call = (
         "--lengths",
@@ -101,6 +116,8 @@ def test_verify(folder, monkeypatch, capsys, way):
 
 def test_what_cannot_be(folder, monkeypatch):
     plain = tiny.build("mistral", sliding_window=None, max_position_embeddings=256)
+    with pytest.raises(SystemExit, match="--alpha own alone"):
+        _run(monkeypatch, folder, "operator", "--alphas", "1.5", "own")
     with pytest.raises(ValueError, match="at most 256"):
         _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "300")
     monkeypatch.setattr(long_context, "encode", lambda lines, tokenizer, limit: ([3] * 20, None))

@@ -103,16 +103,18 @@ class KeySketch:
                 raise ValueError(f"{name} is {size}, but must be at least {least}.")
         depth = -(-head_dim // LANES) * LANES
         shape = (batch, kv_heads, max(1, -(-capacity // page_size)))
-        return cls(
-            torch.empty(*shape, page_size * depth * bits // 8, dtype=torch.uint8, device=device),
-            torch.empty(*shape, depth, dtype=torch.float16, device=device),
-            torch.empty(*shape, depth, dtype=torch.float16, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-            bits,
-            page_size,
-            head_dim,
-            dtype,
-        )
+        # Ordinary tensors even under inference mode, here and below: it may grow without it.
+        with torch.inference_mode(False):
+            return cls(
+                torch.empty(*shape, page_size * depth * bits // 8, dtype=torch.uint8, device=device),
+                torch.empty(*shape, depth, dtype=torch.float16, device=device),
+                torch.empty(*shape, depth, dtype=torch.float16, device=device),
+                torch.empty(shape, dtype=torch.float32, device=device),
+                bits,
+                page_size,
+                head_dim,
+                dtype,
+            )
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +159,8 @@ class KeySketch:
 
     def reorder(self, index: Tensor) -> None:
         """Take the sequences ``index``, int64 ``[n]``, in the place of the present ones, as a beam search does."""
-        kept = [t.index_select(0, index.to(t.device)) for t in self._tensors()]
+        with torch.inference_mode(False):
+            kept = [t.index_select(0, index.to(t.device)) for t in self._tensors()]
         self.codes, self.low, self.step, self.norm = kept
 
     def crop(self, length: int) -> None:
@@ -235,10 +238,11 @@ class KeySketch:
 
     def _grow(self, pages: int) -> None:
         used, grown = self.pages, []
-        for old in self._tensors():
-            new = old.new_empty(*old.shape[:2], pages, *old.shape[3:])
-            new[:, :, :used] = old[:, :, :used]
-            grown.append(new)
+        with torch.inference_mode(False):
+            for old in self._tensors():
+                new = old.new_empty(*old.shape[:2], pages, *old.shape[3:])
+                new[:, :, :used] = old[:, :, :used]
+                grown.append(new)
         self.codes, self.low, self.step, self.norm = grown
 
 
