@@ -70,7 +70,8 @@ def check(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[float]:
     """Errors against float64 of a loss, and of its gradients relative to the largest entry of each.
 
     Raises:
-        ValueError: if one is not what bfloat16 explains: logits of hidden states are rounded in the one and not in the other.
+        ValueError: if one is not what bfloat16 explains. Logits of hidden states are rounded in the one and not in the other,
+            by up to 0.016 where they are 4, which moves a probability by some percent.
     """
     leaves = [t.detach().requires_grad_() for t in inputs]
     wide = [t.detach().double().requires_grad_() for t in inputs]
@@ -78,7 +79,7 @@ def check(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[float]:
     errors = [float((value.double() - exact).abs())]
     for got, want in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(exact, wide), strict=True):
         errors.append(float((got.double() - want).abs().max() / want.abs().max()))
-    if not (errors[0] < 0.02 and max(errors[1:]) < 0.05):
+    if not (errors[0] < 0.02 and max(errors[1:]) < 0.1):
         raise ValueError(f"the loss is off by {errors[0]:.3g}, its gradients by {errors[1:]}: nothing was timed")
     return errors
 
