@@ -54,7 +54,8 @@ class Job:
             Path(word).stem if word.endswith(".yaml") else _digest(word) if word.endswith("/model") else word
             for word in words
         ]
-        return f"{self.group}-" + "-".join(kept).replace("/", "_").replace(" ", "")
+        name = f"{self.group}-" + "-".join(kept).replace("/", "_").replace(" ", "")
+        return name if len(name) < 200 else f"{name[:180]}-{_digest(name)}"  # file names have an end
 
     def done(self, results: Path) -> bool:
         """Whether its row is there."""
