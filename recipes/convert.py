@@ -8,7 +8,7 @@
         --distill_logits 1.0 --distill_attention 1.0 --density_target 0.2
     python recipes/convert.py --config ... --model openai-community/gpt2 --out ... --lora_rank 8     # adapters and alphas only
     python recipes/convert.py --config recipes/configs/convert_smollm2.yaml --model models/smollm2 --out runs/smollm2-sparse \
-        --schedule abrupt --release 1.01 --loss_budget 0 --loss_rate 0.2 --alpha_lr 0.05  # within the loss of the softmax model
+        --schedule abrupt --release 1.5 --loss_budget 0 --loss_rate 0.1 --alpha_lr 0.01  # within the loss of the softmax model
     python recipes/convert.py --config recipes/configs/convert_minilm.yaml --model models/minilm --out runs/minilm-sparse \
         --loss_budget 0.05                                                              # a sentence encoder
     accelerate launch recipes/convert.py --config ... --out ...                         # as `accelerate config` says
@@ -24,8 +24,9 @@ at ``--start`` (1: still a softmax), moves to its target over the share ``--over
 with the distances to the frozen softmax model and the density pressure as `hf_entmax.training.distillation` and
 `hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. With
 ``--loss_budget`` it is the other way round: density is the objective, and lam falls while the loss is further above the softmax
-model's than the budget. Alphas are then best free from the start (``--schedule abrupt --release 1.01``). The loss is the task's,
-or with ``--task_weight 0`` the distance of the outputs (*logits* above).
+model's than the budget. Alphas are then best free from the start, and where weights are trained best sparse from the start
+(``--schedule abrupt --release 1.5``): these recover faster than alphas grow. The loss is the task's, or with ``--task_weight 0`` the
+distance of the outputs (*logits* above).
 
 The embedding of a sentence is the mean over its tokens, of length 1. The task is to find a text's partner among those of its
 batch (InfoNCE, cosines times 20), the distance of outputs is 20 (1 - cosine) to the softmax model's embedding. Measured are the

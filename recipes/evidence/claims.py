@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import yaml
 
-from . import claims_heads, pretrained
+from . import claims_heads, pretrained, pretrained_heads
 from .judging import MARGIN, SOFTMAX, Finding, compare, found
 from .rows import ROOT, SITES, Row, Rows, grouped, mean, numbers, pick, table
 
@@ -218,6 +218,7 @@ CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
     lambdas,
     conversions,
     pretrained.findings,
+    pretrained_heads.findings,
 )
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_entmax.ops import controllable
 
-from . import length, pretrained
+from . import length, pretrained, pretrained_heads
 from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -187,6 +187,7 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "conversion": (conversion, 150),
     "length": (length.figure, 150),
     "pretrained": (pretrained.figure, 120),
+    "smollm2_heads": (pretrained_heads.figure, 120),
     "controllable_regions": (regions, 90),
     "long_context": (long_context, 110),
     "multilabel_synthetic": (synthetic, 90),

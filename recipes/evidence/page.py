@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import benchmarks, claims, length, mappings, pretrained, tables
+from . import benchmarks, claims, length, mappings, pretrained, pretrained_heads, tables
 from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
 
 #: Templates, by the page that is made of them.
@@ -39,6 +39,7 @@ def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figu
         length=length,
         mappings=mappings,
         pretrained=pretrained,
+        pretrained_heads=pretrained_heads,
         column=column,
         machines=machines,
         origin=origin,

@@ -111,6 +111,9 @@ def figure(rows: Rows) -> Figure | None:
             axis.plot(*ends, "o", color=colour, label=label(own[0]))
         if group == "convert_encoder":
             axis.axhline(0.995, color="grey", linestyle=":", label="our aim")
+        else:
+            before = mean(rows(group), f"{measure}_before")
+            axis.axhline(before, color="grey", linestyle=":", label="as it came (test)")
         axis.invert_xaxis()
         axis.set(xlabel="nonzero attention weights, %", ylabel=what, title=f"{MODELS[group]}, lines: dev, dots: test")
         axis.legend(fontsize="small")

@@ -1,0 +1,109 @@
+"""What the heads of a real language model do before and after it was made sparse."""
+
+from __future__ import annotations
+
+import statistics
+
+from matplotlib.figure import Figure
+
+from .judging import Finding, found
+from .rows import Row, Rows, distinct, numbers, pick, table
+
+GROUP = "head_analysis_smollm2"
+
+#: Column of the head analysis, what it says about a head, and the figure of Correia et al. 2019 that looks at it.
+MEASURES = {
+    "confidence_previous": ("previous token", "7"),
+    "subword_merging_multi": ("subwords of the same word", "8"),
+    "first_mass": ("first token", ""),
+    "confidence_current": ("the token itself", ""),
+    "punctuation_mass": ("punctuation", ""),
+}
+
+
+def _surest(rows: Rows, model: str, name: str) -> Row:
+    return max(pick(rows(f"{GROUP}/heads"), model=model), key=lambda row: float(row[name]))
+
+
+def _both(rows: Rows) -> tuple[str, str]:
+    """The names of the model before and after."""
+    before, after = distinct(rows(f"{GROUP}/sites"), "model")
+    return before, after
+
+
+def summary(rows: Rows) -> str:
+    """Density, diversity and roles of all heads, and the surest head for each role."""
+    models = _both(rows)
+    sites = [pick(rows(f"{GROUP}/sites"), model=model)[0] for model in models]
+    heads = [pick(rows(f"{GROUP}/heads"), model=model) for model in models]
+    previous = [pick(rows(f"{GROUP}/positions"), model=model, offset="-1")[0] for model in models]
+    lines: list[list[object]] = [
+        ["nonzero weights, %", *(f"{100 * float(site['density']):.1f}" for site in sites)],
+        ["keys with weight per query", *(f"{float(site['mean_support']):.1f}" for site in sites)],
+        ["largest weight of a query, mean", *(f"{float(site['max_weight']):.3f}" for site in sites)],
+        ["diversity of the heads (JS)", *(f"{float(site['head_diversity']):.3f}" for site in sites)],
+        ["heads that look at the previous token", *(row["positional_heads"] for row in previous)],
+    ]
+    for role, title in (
+        ("first", "the first token"),
+        ("subword", "other subwords of the word"),
+        ("", "no single role"),
+    ):
+        lines.append([f"heads by role: {title}", *(len(pick(own, role=role)) for own in heads)])
+    resting = [sum(float(row["first_mass"]) > 0.9 for row in own) for own in heads]
+    lines.append(["heads that give the first token more than 90 %", *resting])
+    for name, (title, _) in MEASURES.items():
+        best = [_surest(rows, model, name) for model in models]
+        lines.append(
+            [f"surest head, {title}, %", *(f"{100 * float(r[name]):.1f} ({r['layer']}.{r['head']})" for r in best)]
+        )
+    return table([f"{len(heads[0])} heads", *models], lines)
+
+
+def findings(rows: Rows) -> list[Finding]:
+    """Figures 6 to 9 of Correia et al. 2019 on a model that had its heads before it was made sparse."""
+    if not rows(f"{GROUP}/sites"):
+        return []
+    before, after = _both(rows)
+    made = []
+    for name, (title, figure) in MEASURES.items():
+        if figure:
+            values = [100 * float(_surest(rows, model, name)[name]) for model in (before, after)]
+            claim = f"Correia et al., figure {figure}, SmolLM2: the surest head for the {title} gets surer when it is sparse"
+            here = f"{before} {values[0]:.1f} %, {after} {values[1]:.1f} %"
+            made.append(Finding(claim, "surer with learned alpha", here, found(values[1] > values[0], "one seed")))
+    sites = [pick(rows(f"{GROUP}/sites"), model=model)[0] for model in (before, after)]
+    js = numbers(sites, "head_diversity")
+    here = f"{before} {js[0]:.3f}, {after} {js[1]:.3f}"
+    claim = "Correia et al., figure 6, SmolLM2: sparse heads are more diverse"
+    made.append(Finding(claim, "in every layer", here, found(js[1] > js[0], "one seed")))
+    return made
+
+
+def figure(rows: Rows) -> Figure | None:
+    """Every head before and after: its largest weight, its weight on the previous and on the first token."""
+    if not rows(f"{GROUP}/sites"):
+        return None
+    before, after = (pick(rows(f"{GROUP}/heads"), model=model) for model in _both(rows))
+    drawn = Figure(figsize=(11, 3.9), layout="constrained")
+    shown = {
+        "max_weight": "largest weight",
+        "confidence_previous": "on the previous token",
+        "first_mass": "on the first token",
+    }
+    *axes, last = drawn.subplots(1, len(shown) + 1)
+    layers = [int(row["layer"]) for row in before]
+    for axis, (name, title) in zip(axes, shown.items(), strict=True):
+        axis.plot((0, 1), (0, 1), color="grey", lw=0.8, ls=":")
+        dots = axis.scatter(numbers(before, name), numbers(after, name), c=layers, cmap="viridis", s=14, alpha=0.85)
+        axis.set(title=title, xlabel="softmax, as it came", ylabel="made sparse", aspect="equal")
+    drawn.colorbar(dots, ax=axes, label="layer", shrink=0.8, pad=0.01)
+    densities = [
+        [100 * float(row["density"]) for row in after if int(row["layer"]) == layer] for layer in sorted(set(layers))
+    ]
+    last.plot([statistics.mean(own) for own in densities], color="C3", label="mean of the layer")
+    last.plot(layers, numbers(after, "density", 100), ".", color="C0", alpha=0.6, label="head")
+    last.set(title="nonzero weights, %", xlabel="layer", ylim=(0, None))
+    last.legend(fontsize="small")
+    drawn.suptitle(f"The {len(before)} heads of SmolLM2-135M before and after, 1,000 sentences of English-PUD")
+    return drawn
