@@ -23,7 +23,7 @@ from hf_entmax.ops.conformal import check_sparse, conformal_temperature, support
 
 Unit = Literal["answer", "step"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
-#: Of several alphas, the one with the smallest sets is chosen on every so-manieth example, which then calibrates nothing.
+#: Of several alphas, the one with the smallest sets is chosen on every fourth example, which then calibrates nothing.
 _CHOOSING = 4
 
 
