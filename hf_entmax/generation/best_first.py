@@ -202,7 +202,8 @@ def _search(
         return found
     each = []
     for index, own in enumerate(limits):
-        each += with_one_input(models, inputs, index, lambda ensemble, own=own: body(ensemble, [own]), **rest)
+        alone: Any = with_one_input(models, inputs, index, lambda ensemble, own=own: body(ensemble, [own]), **rest)
+        each += alone
     return each
 
 

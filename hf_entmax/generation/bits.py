@@ -45,7 +45,7 @@ class BitChoice:
     def start(self, alpha: float | Tensor, kv_heads: int) -> None:
         """Choose from the alphas of the heads; a key head is read in full if one of its query heads needs that."""
         if self._given != "auto":
-            self.bits = [self._given] * kv_heads
+            self.bits = [int(self._given)] * kv_heads
             return
         alphas = torch.as_tensor(alpha).detach().reshape(-1).cpu()
         alphas = alphas.expand(kv_heads) if alphas.numel() == 1 else alphas

@@ -166,7 +166,8 @@ class ExactSparseLayer(GrowingLayer):
             group = query.shape[1] // key.shape[1]
             heads = slice(first * group, last * group)
             query, key, value = query[:, heads], key[:, first:last], value[:, first:last]
-            alpha, sink = (t[heads] if isinstance(t, Tensor) and t.numel() > 1 else t for t in (alpha, sink))
+            alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
+            sink = sink[heads] if sink is not None and sink.numel() > 1 else sink
             by_head = {n: t for n, t in options.tensors().items() if n != "key_padding_mask" and t.dim() > 2}
             by_head = {name: term[..., heads, :, :] for name, term in by_head.items() if term.shape[-3] > 1}
             options = dataclasses.replace(options, **by_head)

@@ -78,8 +78,7 @@ class PrefixCache:
         everything = [(row, ()) for row in range(self.member.input_ids.shape[0])]
         logits = self._forward(everything, self.root, first=True)
         layers = _self_layers(self.root)
-        both = isinstance(self.root, EncoderDecoderCache)
-        cross = self.root.cross_attention_cache.layers if both else []
+        cross: list[Any] = self.root.cross_attention_cache.layers if isinstance(self.root, EncoderDecoderCache) else []
         if any(type(layer) is not DynamicLayer or not layer.is_initialized for layer in (*layers, *cross)):
             self._read_whole()
         else:
@@ -116,9 +115,9 @@ class PrefixCache:
         ]
         if not isinstance(self.root, EncoderDecoderCache):
             return with_layers(self.root, layers)
+        read: list[Any] = self.root.cross_attention_cache.layers
         cross = [
-            layer_with(layer, layer.keys.index_select(0, rows), layer.values.index_select(0, rows))
-            for layer in self.root.cross_attention_cache.layers
+            layer_with(layer, layer.keys.index_select(0, rows), layer.values.index_select(0, rows)) for layer in read
         ]
         new = copy.copy(self.root)
         new.self_attention_cache = with_layers(self.root.self_attention_cache, layers)

@@ -288,7 +288,8 @@ def _piped(pipe: Pipeline, inputs: Any, sets: ConformalSets) -> list[Any]:
         )
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     found = []
-    for rows in pipe(given, top_k=pipe.model.config.num_labels, function_to_apply="none"):
+    scored: Any = pipe(given, top_k=pipe.model.config.num_labels, function_to_apply="none")
+    for rows in scored:
         logits = torch.tensor([row["score"] for row in rows])
         found.append(_named(logits, sets, [row["label"] for row in rows].__getitem__))
     return found
@@ -297,7 +298,7 @@ def _piped(pipe: Pipeline, inputs: Any, sets: ConformalSets) -> list[Any]:
 def _answers(
     model: Any, inputs: Any, sets: ConformalSets, hypotheses: int, max_new_tokens: int | None, budget: int
 ) -> list[SearchResult]:
-    options = {"logits_processor": [sets.processor]}
+    options: dict[str, Any] = {"logits_processor": [sets.processor]}
     models = as_models(model)
 
     def others(ensemble: Ensemble) -> list[str]:

@@ -229,7 +229,7 @@ def _check_sink(sink: Tensor | None, query: Tensor) -> None:
 # Dynamo, which takes a second.
 @functools.cache
 def _outside_of_graphs() -> Callable[..., tuple[Tensor, SparseCounts]]:
-    return torch.compiler.disable(exact_attend)
+    return torch.compiler.disable(exact_attend)  # type: ignore[return-value]
 
 
 _outside_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
