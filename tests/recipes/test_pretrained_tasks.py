@@ -94,6 +94,10 @@ def test_a_causal_model_beside_its_original(tmp_path, monkeypatch):
 def test_a_sentence_encoder_beside_its_original(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = tf.BertModel(tiny.build("bert").config)
+    with torch.no_grad():  # an attention that matters
+        for name, parameter in model.named_parameters():
+            if "attention" in name and parameter.dim() == 2:
+                parameter.mul_(20)
     original = _folder(tmp_path / "original", model)
     sparse = tmp_path / "sparse"
     hf_entmax.patch_model(model, alpha=2.0).save_pretrained(sparse)
