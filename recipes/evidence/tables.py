@@ -131,7 +131,7 @@ def long_context_operator(rows: Rows) -> str:
     head = ["alpha", "dtype", "keys", "bits", "keys read, %", "nonzero, %", "ms", "of dense entmax", "of SDPA softmax"]
     lines = []
     for row in rows("long_context_operator"):
-        alpha = f"learned, {row['model']}" if row["alpha"] == "own" else row["alpha"]
+        alpha = f"its own, {row['model']}" if row["alpha"] == "own" else row["alpha"]
         shares = [f"{100 * float(row[name]):.2f}" for name in ("read", "nonzero")]
         ratios = [row[name] for name in ("ratio_to_dense", "ratio_to_softmax")]
         lines.append([alpha, row["dtype"], row["length"], row["bits"], *shares, row["exact_ms"], *ratios])
