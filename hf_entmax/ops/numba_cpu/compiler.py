@@ -27,7 +27,9 @@ from hf_entmax._version import __version__
 logger = logging.getLogger(__name__)
 
 # The files that no kernel is made of.
-_HOST_FILES = {"__init__.py", "function.py", "host.py", "row_host.py", "exact_host.py", "runtime.py", "compiler.py"}
+_HOST_FILES = {
+    "__init__.py", "function.py", "host.py", "row_host.py", "exact_host.py", "support.py", "runtime.py", "compiler.py",
+}  # fmt: skip
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # Imports this file without what the packages around it import.
 _HELPER = """

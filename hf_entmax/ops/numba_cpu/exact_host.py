@@ -15,8 +15,9 @@ from hf_entmax.ops.options import AttentionOptions
 from . import layout, runtime
 from .arguments import EXACT_RECORD, structure
 from .function import in_rows_layout, limits_and_mask
-from .host import as_rows, as_term, storage
+from .host import as_rows, as_term
 from .solvers import find_solvers
+from .support import storage
 
 if TYPE_CHECKING:
     from hf_entmax.ops.exact.sketch import KeySketch

@@ -304,15 +304,17 @@ def run_forward(record):
         if item >= r.batch * r.kv_heads * r.chunks:
             return
         b, h_kv, start, stop = item_blocks(r, item)
-        start = max(start, read_i64(r.progress + 8 * item))
+        progress = read_i64(r.progress + 8 * item)
+        start = max(start, progress // 2)
         packed_low, packed_high = np.int64(0), np.int64(0)
         # Rows of one head resemble each other: solving in place is tried where the block before was dense.
-        dense = start >= 0
+        dense = progress % 2 == 0
         for block in range(start, stop):
             if slab_end - position < r.block_bytes:
                 slab = atomic_increment(r.counters + 16)
                 if slab >= r.n_slabs:
-                    write_i64(r.progress + 8 * item, block)
+                    # Gone on with as if nothing had been between.
+                    write_i64(r.progress + 8 * item, 2 * block + (0 if dense else 1))
                     write_i64(r.counters + 24, 1)
                     return
                 position = read_i64(r.slabs + 8 * slab)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_entmax.ops.sparse_rows import SparseRows
 
-from .host import Call, Options, Support, key_limits
+from .host import Call, Options, key_limits
+from .support import Support
 
 
 class Inputs(NamedTuple):
@@ -136,6 +137,12 @@ def run_backward(
     return tuple(results)
 
 
+def _hooks_for_saved_tensors() -> bool:
+    """Whether what is saved now goes through hooks: checkpointing, or moving to another memory. Yes where it is not known."""
+    known = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return known is None or known(True) is not None
+
+
 class EntmaxAttentionFunction(torch.autograd.Function):
     """Entmax attention that keeps the sparse rows of the forward pass for the backward pass."""
 
@@ -149,6 +156,8 @@ class EntmaxAttentionFunction(torch.autograd.Function):
             ctx.support = None
             ctx.save_for_backward(*inputs)
         else:
+            if _hooks_for_saved_tensors():
+                support = support.in_one_piece()
             ctx.save_for_backward(*inputs, *support.tensors())
             ctx.support = support.without_tensors()
         ctx.set_materialize_grads(False)

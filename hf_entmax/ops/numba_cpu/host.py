@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from hf_entmax.ops.sparse_rows import SparseRows
 from . import layout, runtime
 from .arguments import RECORD, structure
 from .solvers import attention_solvers
+from .support import Support, storage
 
 _Record = structure(RECORD)
 # Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
@@ -48,52 +47,11 @@ class Options:
     need_weights: bool
 
 
-@dataclass
-class Support:
-    """The sparse rows of one call: what the backward pass runs on."""
-
-    slabs: list[Tensor]
-    bases: list[int]
-    row_address: Tensor
-    row_size: Tensor
-    row_start: Tensor
-    chunks: int
-    block_rows: int
-    store_gradient: bool
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors, in the order `restore` takes them."""
-        return [self.row_address, self.row_size, self.row_start, *self.slabs]
-
-    def without_tensors(self) -> Support:
-        """What remains to be kept when autograd keeps the tensors."""
-        nothing = torch.empty(0)
-        return dataclasses.replace(self, slabs=[], row_address=nothing, row_size=nothing, row_start=nothing)
-
-    def restore(self, tensors: Sequence[Tensor]) -> Support:
-        """The support in the memory of ``tensors``: another one if saved-tensor hooks moved it, say to a disk and back."""
-        address, size, start, *slabs = tensors
-        bases = [slab.data_ptr() for slab in slabs]
-        if bases != self.bases:
-            old = address.numpy()
-            moved = old.copy()
-            for slab, before, after in zip(slabs, self.bases, bases, strict=True):
-                inside = (old >= before) & (old < before + slab.numel())
-                moved[inside] += after - before
-            address = torch.from_numpy(moved)
-        return dataclasses.replace(self, slabs=slabs, bases=bases, row_address=address, row_size=size, row_start=start)
-
-
 @functools.lru_cache(maxsize=1)
 def _panel() -> int:
     from .tiles import PANEL
 
     return PANEL
-
-
-def storage(size: int) -> Tensor:
-    """Memory for the kernels, in bytes."""
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -284,12 +242,9 @@ class Call:
             count *= 2
         if not keep:
             return out, weights, None
-        bases = [slab.data_ptr() for slab in slabs]
-        return (
-            out,
-            weights,
-            Support(slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient),
-        )
+        bases = torch.tensor([slab.data_ptr() for slab in slabs])
+        support = Support(slabs, bases, row_address, row_size, row_start, self.chunks, block_rows, store_gradient)
+        return out, weights, support
 
     def weights_of(self, support: Support) -> SparseRows | Tensor:
         """The weights of a forward pass without dropout, in float32, from what it kept.

@@ -12,8 +12,8 @@ from hf_entmax.ops.solve import RowSolution
 
 from . import layout, runtime
 from .arguments import ROWS_RECORD, structure
-from .host import storage
 from .solvers import find_solvers
+from .support import storage
 
 _Record = structure(ROWS_RECORD)
 # Rows that a thread takes at a time: enough to fill the lanes, few enough to share them out.
