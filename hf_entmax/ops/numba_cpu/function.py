@@ -139,7 +139,7 @@ def run_backward(
 
 def _hooks_for_saved_tensors() -> bool:
     """Whether what is saved now goes through hooks: checkpointing, or moving to another memory. Yes where it is not known."""
-    known = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    known = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return known is None or known(True) is not None
 
 
