@@ -43,6 +43,7 @@ def test_patch_with_a_fixed_alpha_and_a_class(tmp_path):
     assert is_patched(tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "sparse"))
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(tmp_path):
     tiny.build("gpt2").save_pretrained(tmp_path / "plain")
     out = tmp_path / "sparse"

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import fresh
+import pytest
 
 
 def test_import_loads_nothing_heavy():
@@ -12,6 +13,7 @@ def test_import_loads_nothing_heavy():
     assert not heavy & {name.split(".")[0] for name in run.stdout.split()}
 
 
+@pytest.mark.slow
 def test_import_before_and_after_transformers_registers_the_attention():
     check = "from transformers import AttentionInterface; assert 'hf_entmax' in AttentionInterface().valid_keys()"
     for after, code in (
@@ -41,6 +43,7 @@ else:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_without_transformers_the_mathematics_works():
     code = """
 import sys
@@ -71,6 +74,7 @@ def test_public_names_are_all_there():
         assert "patch_model" in str(error)
 
 
+@pytest.mark.slow
 def test_any_part_can_be_imported_first():
     code = """
 import os, torch, transformers

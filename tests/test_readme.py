@@ -49,6 +49,7 @@ def test_python_blocks(offline_hub):
         exec(code, namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", SHELL)
 def test_shell_lines(line, tmp_path):
     """Make targets exist, what is installed is an extra of this project, and every command accepts its arguments."""

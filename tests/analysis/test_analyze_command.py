@@ -103,6 +103,7 @@ def test_everything_at_once(folder, tmp_path):
     assert 'id="figure-diversity"' in page and 'id="figure-importance-masking"' in page
 
 
+@pytest.mark.slow
 def test_models_are_called_as_the_user_says_or_by_what_tells_them_apart(folder, tmp_path):
     arguments = ("--data", folder / "pairs.tsv", "--device", "cpu", "--no-figures", "--importance", "none")
     several = (folder / "learned", "--compare", folder / "softmax", *arguments, "--out", tmp_path / "named")

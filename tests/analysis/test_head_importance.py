@@ -41,6 +41,7 @@ def total_loss(model, batches):
     return loss, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("kind", ["t5", "gpt2"])
 def test_masking_equals_silencing_the_projection(kind, patched):

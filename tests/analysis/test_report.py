@@ -20,6 +20,8 @@ from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.analysis.report.payload import pack_examples, pack_weights
 from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 
+pytestmark = pytest.mark.slow
+
 
 def unpack(packed) -> np.ndarray:
     shape = packed["shape"]
@@ -152,7 +154,6 @@ def large_statistics(layers: int = 12, heads: int = 12, length: int = 40) -> Att
     return small
 
 
-@pytest.mark.slow
 def test_twelve_by_twelve_stays_under_five_megabytes(tmp_path):
     path = write_report(large_statistics(), tmp_path)
     size = path.stat().st_size

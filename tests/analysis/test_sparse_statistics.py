@@ -141,6 +141,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gold", [False, True], ids=["text", "gold"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_same_statistics_from_both_forms(setting, gold, form):

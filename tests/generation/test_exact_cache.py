@@ -56,6 +56,7 @@ def _generate(model, cache=None, new=18, **call):
     return model.generate(past_key_values=cache, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_as_without(family, way):

@@ -72,6 +72,7 @@ def test_generate_uses_it_by_itself(family):
     assert found == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "how",
@@ -146,6 +147,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0}], ids=str)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bart", "mistral"])

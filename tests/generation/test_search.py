@@ -111,6 +111,7 @@ def check(result, finished, unfinished):
     assert sum(result.probabilities) + result.pruned_mass == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_two_hundred_random_cases_agree_with_brute_force(part):
     claims = {"optimal": 0, "exhaustive": 0}

@@ -66,6 +66,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_constraints_of_the_generation_config_are_kept(constraint, family):

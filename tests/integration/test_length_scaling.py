@@ -61,6 +61,7 @@ def test_patching_changes_nothing_and_every_number_gets_a_gradient(family, kind)
     torch.testing.assert_close(logits(patched, batch), plain, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", list(tiny.DECODERS) + list(tiny.ENCODER_DECODERS))
 def test_cache_and_left_padding_count_the_same_keys(family, kind):

@@ -116,6 +116,7 @@ def _encoder_of_two(path):
     pair.save_pretrained(path)
 
 
+@pytest.mark.slow
 def test_without_the_plugin_no_argument_loads_a_softmax(tmp_path):
     patch_model(tiny.build("bert")).save_pretrained(tmp_path / "encoder")
     patch_model(tiny.build("llama")).save_pretrained(tmp_path / "sharded_decoder", max_shard_size="10KB")

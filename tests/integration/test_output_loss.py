@@ -433,6 +433,7 @@ class _SaysSo(_Replaces):
     replaces_output_loss = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "output_alpha", "refused"),
     [

@@ -36,6 +36,7 @@ def _same(first, second, family):
         return torch.equal(first(**tiny.inputs(family)).logits, second(**tiny.inputs(family)).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 def test_save_load_save_load(family, tmp_path):
     model = _patched(family)
@@ -87,6 +88,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, order", [("t5", "before"), ("llama", "after")])
 def test_a_fresh_process_loads_identical_logits(family, order, tmp_path):
     model = _patched(family)

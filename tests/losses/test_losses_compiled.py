@@ -52,6 +52,7 @@ def test_one_graph_gives_what_eager_gives(alpha, classes, options):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_graph_for_distributions_half_precision_and_the_module():
     target = torch.rand(3, 7).softmax(-1)
     for found, expected in zip(*_both(1.5, target, torch.randn(3, 7)), strict=True):
@@ -125,6 +126,7 @@ def test_unusual_shapes_and_dtypes(dtype, alpha):
         assert mean.item() == pytest.approx(float(expected.sum()) / max(losses.numel(), 1), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 1.02, 1.05, 1.08, 1.2, 1.5])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 20.0])
 def test_rows_as_long_as_a_vocabulary(scale, alpha):

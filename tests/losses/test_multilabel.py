@@ -60,6 +60,7 @@ def pairs_written_out(z, y, mapping, weight=None, member=None):
 
 
 class TestHinge:
+    @pytest.mark.slow
     @pytest.mark.parametrize("mapping", HINGES)
     @pytest.mark.parametrize("k", [1, 2, 5, 30])
     def test_equals_the_pairs_written_out_with_gradients(self, mapping, k):
@@ -217,6 +218,7 @@ class TestAllLosses:
         assert int(clear.sum()) > 250
         assert 20 < int(right.sum()) < 380
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mapping", ALL)
     def test_minimising_it_predicts_the_labels(self, mapping):
         y = random_labels(6, 5)

@@ -53,6 +53,7 @@ def test_entmax_compiles_to_one_graph(alpha):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_attention_compiles_to_one_graph():
     inputs = attention_inputs()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -99,6 +99,7 @@ def test_float64_against_the_oracle(alpha):
     assert_gradient(given.grad, by_alpha)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 1.001, 1.2, 1.5, 1.8, 2.0, 3.0])
 def test_gradcheck(alpha):
     scores = torch.randn(3, 6, dtype=F64, requires_grad=True)
@@ -328,6 +329,7 @@ def test_inputs_are_left_alone():
     assert torch.equal(scores, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [2.5, 6.0, 10.0, 64.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [2, 400, 4000, 100_000])

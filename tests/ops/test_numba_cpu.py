@@ -492,6 +492,7 @@ def test_fork_after_use(two_threads):
     child.join()
 
 
+@pytest.mark.slow
 def test_fork_after_import():
     """The parent has imported the package and computed nothing: the child starts its own threads."""
     code = """

@@ -24,6 +24,7 @@ def attend(scores, alphas, value):
     return bias, out, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [2, 3, 37, 4000, 100_000])
 @pytest.mark.parametrize("kind", ["equal", "two values", "one float apart", "one above equal ones", "random", "close"])
 def test_weights_are_optimal_and_sum_to_one(kind, keys):

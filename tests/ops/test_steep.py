@@ -41,6 +41,7 @@ def test_probabilities_are_optimal_and_sum_to_one(kind, keys):
         assert (p > 0).all() or level[p == 0].max() <= threshold.min() + 2e-6, alpha
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", ["equal", "two values", "one above equal ones", "random", "close"])
 def test_gradients_equal_those_in_float64(kind, dtype):

@@ -190,6 +190,7 @@ def test_settings_are_checked(option, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_alpha", [1.0, 1.5])
 def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha):
     if output_alpha == 1.0:

@@ -101,6 +101,7 @@ def test_a_row_says_what_became_of_the_embeddings(place, tmp_path, changes):
         assert row["density"] == "1.0"
 
 
+@pytest.mark.slow
 def test_the_budget_is_on_the_distance_that_is_trained(place, tmp_path):
     """Alphas that start far too high come back where the embeddings may hardly move, and go on where they may."""
     options = {**BUDGET, "release": 1.9, "loss_rate": 2.0, "freeze_weights": True, "epochs": 4, "alpha_lr": 0.2}

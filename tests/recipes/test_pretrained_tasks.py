@@ -61,6 +61,7 @@ def test_the_cloze_sentences_have_four_answers_each():
     assert len(rows) >= 60 and all(len(set(row)) == 5 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_causal_model_beside_its_original(tmp_path, monkeypatch):
     model = tiny.build("llama")
     original = _folder(tmp_path / "original", model)

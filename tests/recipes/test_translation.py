@@ -44,6 +44,7 @@ def settings(data, **changes):
     return translation.Settings(train=train, dev=test, test=[test], **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
