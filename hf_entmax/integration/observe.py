@@ -18,6 +18,10 @@ from hf_entmax.ops.sparse_rows import SparseRows
 
 #: Name under which an attention module keeps its observers, a tuple, while it has some.
 _OBSERVERS = "_entmax_observers"
+_GATED = (
+    "Heads cannot be gated while gradients are checkpointed: the backward pass would compute layers again without the gate. "
+    "Call model.gradient_checkpointing_disable() or model.eval() first."
+)
 _lock = threading.Lock()
 #: Identity of a configuration -> itself, its own attention implementation, and how many open blocks have replaced that.
 _borrowed: dict[int, tuple[Any, str | None, int]] = {}
@@ -54,12 +58,16 @@ class Observer:
         self._calls: Counter[int] = Counter()
         self._running = 0  # models within models that are in their forward now
         self._busy = False
+        self._checkpointed = False  # whether the running forward leaves layers to be computed again
 
-    def begins(self, *_: Any) -> None:
+    def begins(self, module: nn.Module, *_: Any) -> None:
         """A model starts its forward: the outermost one starts a new count of calls."""
         if threading.get_ident() == self.thread and not self._busy:
             if not self._running:
                 self._calls.clear()
+                self._checkpointed = torch.is_grad_enabled() and _checkpoints(module)
+                if self._checkpointed and self.gate is not None:
+                    raise ValueError(_GATED)
             self._running += 1
 
     def ends(self, *_: Any) -> None:
@@ -72,6 +80,16 @@ class Observer:
         site = self._sites.get(id(module))  # a copy of the model made inside the block is another model
         if site is None or self._busy:  # and what a callback runs is its own affair
             return out
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # Checkpointing computes a layer again in the backward pass: whoever looks has seen it.
+            if self.gate is not None:
+                raise ValueError(_GATED)
+            return out
+        if self._checkpointed and not torch.is_grad_enabled():
+            raise ValueError(
+                "Attention weights of layers checkpointed with use_reentrant=True are outside the autograd graph: a loss on "
+                "them would have no gradient. Call model.gradient_checkpointing_enable({'use_reentrant': False})."
+            )
         call = AttentionCall(site, self._calls[id(module)], weights)
         self._calls[id(module)] += 1
         self._busy = True
@@ -125,7 +143,8 @@ def observe_attention(
             nobody else wants its weights; dense weights everywhere else.
 
     Raises:
-        ValueError: if some attention of the model cannot be seen; the message names it.
+        ValueError: if some attention of the model cannot be seen; the message names it. When the model runs with gradients
+            and checkpoints its layers: if there is a gate, or the weights have no gradient (``use_reentrant=True``).
     """
     check_supported(model)
     sites = attention_sites(model)
@@ -144,6 +163,11 @@ def observe_attention(
             _borrow(config)
             stack.callback(_give_back, config)
         yield
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether a model keeps less than its backward pass needs, and computes layers again there."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
 def _add(module: nn.Module, observer: Observer) -> None:

@@ -9,6 +9,7 @@ import threading
 import pytest
 import tiny_models as tiny
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_entmax import patch_model
 from hf_entmax.integration.discovery import attention_sites
@@ -149,6 +150,45 @@ def test_gates_of_nested_blocks_multiply(patched):
         plain = model(**data).logits
     torch.testing.assert_close(twice, once)
     assert not torch.allclose(twice, plain)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_checkpointed_layers_are_seen_once_and_their_weights_have_gradients(family):
+    found = []
+    for checkpointing in (False, True):
+        model, seen = patch_model(tiny.build(family), alpha_init=1.5).train(), []
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        with observe_attention(model, seen.append):
+            loss = model(**tiny.inputs(family, labels=True), use_cache=False).loss
+            (loss + sum(call.weights.square().sum() for call in seen)).backward()
+        names = [(call.site.name, call.index) for call in seen]
+        found.append((names, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[1][1], found[0][1])
+
+
+def test_what_checkpointing_would_drop_is_refused():
+    model, data = ready("llama", True).train(), tiny.inputs("llama", labels=True)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with observe_attention(model, lambda _: None):
+        with pytest.raises(ValueError, match="use_reentrant=True are outside"):
+            model(**data)
+        with torch.no_grad():
+            model(**data)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with observe_attention(model, gate=lambda _: torch.ones(1)):
+        with pytest.raises(ValueError, match="cannot be gated"):
+            model(**data)
+        model.eval()(**data).loss.backward()
+
+    # Checkpointed by other hands, it shows in the backward pass.
+    model.gradient_checkpointing_disable()
+    with observe_attention(model, gate=lambda _: torch.ones(1)):
+        loss = checkpoint(lambda ids: model(ids).logits.sum(), data["input_ids"], use_reentrant=False)
+        with pytest.raises(ValueError, match="cannot be gated"):
+            loss.backward()
 
 
 def test_what_a_callback_runs_is_not_shown_to_it():
