@@ -32,3 +32,12 @@ def test_all_methods_cover_what_was_asked_for():
     for record in records:
         # 2,000 calibrate and 2,000 test: one split has a standard deviation of 0.95, the splits share their data.
         assert abs(record["coverage"] - 90) < 3 and 1 < record["size"] < 8
+
+
+def test_raps_takes_classes_of_which_there_is_one_example():
+    pytest.importorskip("mapie", reason="conformal sets of a softmax come from MAPIE")
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = 2 * torch.randn(300, 5, generator=generator), torch.randint(4, (300,), generator=generator)
+    labels[0] = 4
+    inside = sets.mapie_sets("raps")(logits[:150], labels[:150], logits[150:], 0.1)
+    assert inside.shape == (150, 5) and 0 < inside.sum() < inside.numel()
