@@ -2,31 +2,32 @@
 
     python recipes/long_context.py generate models/smollm2 --text valid.txt --alpha 1.5        # whole model, tokens per second
     python recipes/long_context.py operator models/smollm2 --text valid.txt                    # attention alone, to 64k keys
-    python recipes/long_context.py verify models/smollm2 --text valid.txt --steps 2000         # token by token, and the proof
+    python recipes/long_context.py verify models/smollm2 --text valid.txt --prompt 1040 --steps 2000   # tokens and proof
 
 `generate` reads one prompt with each model, repeats it to a batch, cuts it to each length and times single decoding steps of both
 models in turn: the softmax model with PyTorch's SDPA and Transformers' own cache, the entmax model with `ExactSparseCache`. Before
 that, the entmax model must choose the same tokens with Transformers' own cache. `operator` takes keys and queries of the softmax
-model and repeats the keys to longer lengths. `verify` compares generations with and without the cache, and every decoding step with
-dense weights in float64. A folder that was saved from a patched model keeps its own alphas (`--alpha own`).
+model (with `--alpha own` of the entmax model), repeats the keys to longer lengths and takes the layers in turn, as a model does.
+Spreads are quartiles of the ratios of single steps. Both say how fast this machine reads memory: what the bytes take at least.
+`verify` compares generations with and without the cache, and every step that reads a sketch with dense weights in float64. A folder
+that was saved from a patched model keeps its own alphas (`--alpha own`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_entmax
 from common.blocks import encode
@@ -40,16 +41,22 @@ FOLDER = Path(__file__).parent / "results"
 ORIGIN = "dtype command hardware versions"
 FIELDS = {
     "generate": columns(
-        "model alpha softmax_cache length batch steps tokens_per_second softmax_tokens_per_second ratio bits read nonzero",
-        "cache_mib extra_memory key_value_mib_per_step softmax_key_value_mib_per_step",
+        "model alpha softmax_cache length batch steps tokens_per_second softmax_tokens_per_second ratio ratio_25 ratio_75",
+        "bits read nonzero cache_mib extra_memory key_value_mib_per_step softmax_key_value_mib_per_step weights_mib",
+        "bandwidth_gib_s",
         ORIGIN,
     ),
     "operator": columns(
-        "model alpha bits length batch read nonzero exact_ms dense_ms softmax_ms ratio_to_softmax ratio_to_dense",
-        "extra_memory",
+        "model alpha bits length layers steps read nonzero exact_ms dense_ms softmax_ms ratio_to_softmax ratio_to_softmax_25",
+        "ratio_to_softmax_75 ratio_to_dense ratio_to_dense_25 ratio_to_dense_75 extra_memory key_value_mib",
+        "softmax_key_value_mib bandwidth_gib_s",
         ORIGIN,
     ),
+    "verify": columns(
+        "model alpha way batch prompt tokens same_tokens layer_steps pairs read nonzero bits violations", ORIGIN
+    ),
 }
+FILES = {"generate": "long_context", "operator": "long_context_operator", "verify": "long_context_verified"}
 # Tokens of a prompt that are read at a time.
 _CHUNK = 1024
 # How `verify` generates.
@@ -65,8 +72,9 @@ def load(settings: Any) -> tuple[Any, Any, Any]:
     plain, sparse = (
         AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval() for _ in range(2)
     )
-    if hf_entmax.is_patched(plain):
-        hf_entmax.unpatch_model(plain)
+    for model in (plain,) if settings.alpha == "own" else (plain, sparse):
+        if hf_entmax.is_patched(model):
+            hf_entmax.unpatch_model(model)
     if settings.alpha != "own":
         hf_entmax.patch_model(sparse, alpha=float(settings.alpha))
     elif not hf_entmax.is_patched(sparse):
@@ -132,12 +140,31 @@ class Greedy:
         return time.perf_counter() - began
 
 
+def bandwidth() -> float:
+    """GiB per second that all threads together read from memory: the median of sums over 512 MiB."""
+    data, seconds = torch.ones(2**27), []
+    for _ in range(7):
+        began = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - began)
+    return data.nbytes / 2**30 / statistics.median(seconds)
+
+
+def compared(seconds: list[float], with_seconds: list[float], name: str) -> dict[str, str]:
+    """How many times as long something took: the ratio of the medians, and the quartiles of the ratios step by step."""
+    ratio = statistics.median(seconds) / statistics.median(with_seconds)
+    ratios = [own / other for own, other in zip(seconds, with_seconds, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {name: f"{ratio:.3f}", f"{name}_25": f"{low:.3f}", f"{name}_75": f"{high:.3f}"}
+
+
 def generate(settings: Any, results: Results) -> None:
     """Tokens per second of the whole model, by length and batch."""
     plain, sparse, tokenizer = load(settings)
     ids = prompt(settings, plain, tokenizer, max(settings.lengths))
     own = filled(settings, plain, ids, DynamicCache(config=plain.config), "softmax")
     exact = filled(settings, sparse, ids, ExactSparseCache(sparse, settings.bits), f"entmax-{settings.alpha}")
+    machine = {"weights_mib": f"{weight_bytes(plain) / 2**20:.0f}", "bandwidth_gib_s": f"{bandwidth():.1f}"}
     for length in settings.lengths:
         check_tokens(sparse, exact, int(ids[0, length - 1]), length - 1)
         for batch in settings.batches:
@@ -162,11 +189,12 @@ def generate(settings: Any, results: Results) -> None:
                 softmax_cache=settings.softmax_cache,
                 tokens_per_second=f"{batch / entmax:.2f}",
                 softmax_tokens_per_second=f"{batch / softmax:.2f}",
-                ratio=f"{softmax / entmax:.2f}",
+                **compared(*seconds, "ratio"),
                 **reading(caches[1].certificate(), head_bytes(sparse)),
+                **machine,
                 **settings.origin,
             )
-            print("  ".join(f"{name} {results.rows[-1][name]}" for name in FIELDS["generate"][1:16]), flush=True)
+            show(results, "generate")
             del caches, runs
 
 
@@ -181,6 +209,18 @@ def check_tokens(model: Any, cache: Any, token: int, length: int, steps: int = 4
             run.step()
         if int(runs[0].token) != int(runs[1].token):
             raise SystemExit(f"At {length} tokens the model chooses other tokens with ExactSparseCache than without.")
+
+
+def show(results: Results, what: str) -> None:
+    """Print the last row."""
+    print("  ".join(f"{name} {results.rows[-1][name]}" for name in FIELDS[what][1:-4]), flush=True)
+
+
+def weight_bytes(model: Any) -> int:
+    """What a step reads of the weights: all but an embedding that is not the output layer too."""
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    unread = 0 if tied else model.get_input_embeddings().weight.nbytes
+    return sum(parameter.nbytes for parameter in model.parameters()) - unread
 
 
 def head_bytes(model: Any) -> int:
@@ -215,63 +255,61 @@ def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
     }
 
 
-def verify(settings: Any, results: Any) -> None:
-    """Generate with and without the cache, and compare every step with dense weights."""
+def verify(settings: Any, results: Results) -> None:
+    """Generate with and without the cache, and compare every step that reads a sketch with dense weights in float64."""
     _, model, tokenizer = load(settings)
-    batch = settings.batches[0]
-    check_length(model, settings.prompt + settings.steps, "prompt + steps")
+    batch, steps = settings.batches[0], settings.steps
+    check_length(model, settings.prompt + steps, "prompt + steps")
     ids = prompt(settings, None, tokenizer, batch * settings.prompt).view(batch, -1)
-    found = {}
-    for name, cache in (
-        ("with the cache", ExactSparseCache(model, settings.bits, verify=not settings.tokens_only)),
-        ("without", DynamicCache(config=model.config)),
-    ):
-        began = time.perf_counter()
+    exact = ExactSparseCache(model, settings.bits, verify=True)
+    found = []
+    for cache in (exact, DynamicCache(config=model.config)):
         torch.manual_seed(0)
-        found[name] = model.generate(
+        tokens = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
-            max_new_tokens=settings.steps,
-            min_new_tokens=settings.steps,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
             **WAYS[settings.way],
         )
-        print(f"{name}: {batch} x {settings.steps} tokens in {time.perf_counter() - began:.0f} s", flush=True)
-        if isinstance(cache, ExactSparseCache):
-            print(cache.certificate())
-    other = (found["with the cache"] != found["without"]).nonzero()
-    said = f"{batch} x {settings.steps} tokens, {settings.way}, after prompts of {settings.prompt}: "
+        found.append(tokens[:, settings.prompt :])
+    certificate = exact.certificate()
+    print(certificate)
+    other = (found[0] != found[1]).nonzero()
+    results.add(
+        way=settings.way,
+        batch=batch,
+        prompt=settings.prompt,
+        tokens=batch * steps,
+        same_tokens=batch * steps - len(other),
+        layer_steps=sum(layer.steps for layer in certificate.layers),
+        pairs=certificate.keys_total,
+        violations=certificate.violations,
+        **{name: what for name, what in reading(certificate, 0).items() if name in FIELDS["verify"]},
+        **settings.origin,
+    )
+    said = f"{batch} x {steps} tokens, {settings.way}, after prompts of {settings.prompt}: "
     if len(other):
-        raise SystemExit(f"{said}DIFFERENT from token {int(other[:, 1].min()) - settings.prompt} on")
+        raise SystemExit(f"{said}DIFFERENT from token {int(other[:, 1].min())} on")
     print(f"{said}the same")
 
 
-class Recorder:
-    """SDPA that keeps the queries and keys of some layers."""
+@contextlib.contextmanager
+def recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
+    """What the attention function of a model is given meanwhile: query, keys and values by layer."""
+    name, seen = model.config._attn_implementation, {}
+    own = AttentionInterface()[name]
 
-    def __init__(self, model: Any, layers: list[int]) -> None:
-        self.layers, self.seen = set(layers), {layer: [] for layer in layers}  # type: dict[int, list[Any]]
-        AttentionInterface.register("long_context_recorder", self)
-        AttentionMaskInterface.register("long_context_recorder", sdpa_mask)
-        model.set_attn_implementation("long_context_recorder")
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[module.layer_idx] = query, key, value
+        return own(module, query, key, value, *args, **kwargs)
 
-    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As any attention function of Transformers."""
-        if module.layer_idx in self.layers:
-            self.seen[module.layer_idx].append((query, key, value))
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-
-def milliseconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Medians, the calls in turn."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if repeat:
-                taken[name].append(1000 * (time.perf_counter() - began))
-    return {name: statistics.median(found) for name, found in taken.items()}
+    AttentionInterface.register(name, record)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(name, own)
 
 
 def operator(settings: Any, results: Results) -> None:
@@ -281,55 +319,78 @@ def operator(settings: Any, results: Results) -> None:
             "--alphas own: those that the folder was saved with are kept by --alpha own alone; give that too."
         )
     plain, sparse, tokenizer = load(settings)
-    ids = prompt(settings, plain, tokenizer, min(settings.prompt, min(settings.lengths)))
-    cache = filled(settings, plain, ids[:, :-1], DynamicCache(config=plain.config), "softmax")
-    recorder = Recorder(plain, settings.layers)
-    plain(ids[:, -1:], past_key_values=cache)
+    model = sparse if settings.alpha == "own" else plain
+    ids = prompt(settings, model, tokenizer, min(settings.prompt, min(settings.lengths)))
+    cache = filled(settings, model, ids[:, :-1], DynamicCache(config=model.config), f"keys-{settings.alpha}")
+    with recorded(model) as seen:
+        model(ids[:, -1:], past_key_values=cache)
+    layers = settings.layers or sorted(seen)
     own = hf_entmax.alphas(sparse)["decoder_self"]
+    machine = {"layers": len(layers), "steps": settings.steps, "bandwidth_gib_s": f"{bandwidth():.1f}"}
     for length in settings.lengths:
+        given = [tuple(repeated(t, length) for t in seen[layer][1:]) for layer in layers]
         for alpha in settings.alphas:
+            alphas = [own[layer] if alpha == "own" else float(alpha) for layer in layers]
             for bits in settings.all_bits:
-                rows = []
-                for layer, seen in recorder.seen.items():
-                    query, key, value = seen[0]
-                    copies = -(-length // key.shape[2])
-                    key, value = (t.repeat(1, 1, copies, 1)[:, :, :length].contiguous() for t in (key, value))
-                    rows.append(
-                        one_case(settings, query, key, value, own[layer] if alpha == "own" else float(alpha), bits)
-                    )
-                means = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
-                results.add(
-                    length=length,
-                    batch=1,
-                    bits=bits,
-                    **{name: f"{value:.4g}" for name, value in means.items()},
-                    ratio_to_softmax=f"{means['exact_ms'] / means['softmax_ms']:.3f}",
-                    ratio_to_dense=f"{means['exact_ms'] / means['dense_ms']:.3f}",
-                    **{**settings.origin, "alpha": alpha},
-                )
-                print("  ".join(f"{name} {results.rows[-1][name]}" for name in FIELDS["operator"][1:13]), flush=True)
+                cases = [
+                    Case(seen[layer][0], *tensors, alpha, bits)
+                    for layer, tensors, alpha in zip(layers, given, alphas, strict=True)
+                ]
+                row = {"length": length, "bits": bits, **timed(cases, settings.steps), **machine}
+                results.add(**row, **{**settings.origin, "alpha": alpha})
+                show(results, "operator")
 
 
-def one_case(settings: Any, query: Tensor, key: Tensor, value: Tensor, alpha: Any, bits: int) -> dict[str, float]:
-    """Times and shares of one call, after it was compared with the dense one."""
-    sketch = sketch_keys(key, bits)
-    out, counts = exact_sparse_attention(query, sketch, key, value, alpha)
-    dense, _ = entmax_attention(query, key, value, alpha)
-    error = float((out - dense).abs().max() / value.abs().max())
-    if not error < 64 * torch.finfo(out.dtype).eps:
-        raise SystemExit(f"The output differs from the dense one by {error:.2g} of the largest value.")
-    softmax = torch.nn.functional.scaled_dot_product_attention
-    taken = milliseconds(
-        {
+def repeated(tensor: Tensor, length: int) -> Tensor:
+    """Keys or values, again and again up to a length."""
+    return tensor.repeat(1, 1, -(-length // tensor.shape[2]), 1)[:, :, :length].contiguous()
+
+
+class Case:
+    """One call of three kinds, compared with each other; bytes are those that the exact one and SDPA read."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, alpha: Any, bits: int) -> None:
+        sketch = sketch_keys(key, bits)
+        softmax = torch.nn.functional.scaled_dot_product_attention
+        self.calls: dict[str, Callable[[], Any]] = {
             "exact_ms": lambda: exact_sparse_attention(query, sketch, key, value, alpha),
             "dense_ms": lambda: entmax_attention(query, key, value, alpha),
             "softmax_ms": lambda: softmax(query, key, value, enable_gqa=query.shape[1] != key.shape[1]),
-        },
-        settings.steps,
-    )
-    total = int(counts.total.sum())
-    shares = {"read": int(counts.read.sum()) / total, "nonzero": int(counts.nonzero.sum()) / total}
-    return {**taken, **shares, "extra_memory": sketch.nbytes / (key.nbytes + value.nbytes)}
+        }
+        (out, counts), (dense, _) = self.calls["exact_ms"](), self.calls["dense_ms"]()
+        error = float((out - dense).abs().max() / value.abs().max())
+        if not error < 64 * torch.finfo(out.dtype).eps:
+            raise SystemExit(f"The output differs from the dense one by {error:.2g} of the largest value.")
+        self.total, self.read, self.nonzero = (int(count.sum()) for count in counts)
+        self.sketch_bytes, self.cache_bytes = sketch.nbytes, key.nbytes + value.nbytes
+        row_bytes = key.shape[-1] * key.element_size()
+        self.bytes_read = sketch.nbytes + (self.read + self.nonzero) * row_bytes
+
+
+def timed(cases: list[Case], repeats: int) -> dict[str, Any]:
+    """Times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
+    taken: dict[str, list[float]] = {name: [] for name in cases[0].calls}
+    for repeat in range(repeats + 1):
+        for name, own in taken.items():
+            began = time.perf_counter()
+            for case in cases:
+                case.calls[name]()
+            if repeat:  # the first warms up
+                own.append(1000 * (time.perf_counter() - began) / len(cases))
+
+    def total(name: str) -> int:
+        return sum(getattr(case, name) for case in cases)
+
+    figures = {name: statistics.median(own) for name, own in taken.items()}
+    figures |= {name: total(name) / total("total") for name in ("read", "nonzero")}
+    figures["extra_memory"] = total("sketch_bytes") / total("cache_bytes")
+    for name, bytes_ in (("key_value_mib", "bytes_read"), ("softmax_key_value_mib", "cache_bytes")):
+        figures[name] = total(bytes_) / len(cases) / 2**20
+    return {
+        **{name: f"{figure:.4g}" for name, figure in figures.items()},
+        **compared(taken["exact_ms"], taken["softmax_ms"], "ratio_to_softmax"),
+        **compared(taken["exact_ms"], taken["dense_ms"], "ratio_to_dense"),
+    }
 
 
 def main() -> None:
@@ -346,19 +407,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences; the first for verify")
     parser.add_argument("--softmax_cache", default="dynamic", choices=("dynamic", "static"), help="of Transformers")
     parser.add_argument("--steps", type=int, default=8, help="that are timed, or tokens that are verified")
-    parser.add_argument("--tokens_only", action="store_true", help="compare tokens, not each step (verify)")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens read before (verify, operator)")
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 20], help="whose keys are used (operator)")
+    parser.add_argument("--layers", type=int, nargs="+", help="whose keys are used (operator); default all")
     parser.add_argument("--alphas", nargs="+", default=["1.25", "1.5", "2"], help="a number or 'own' (operator)")
     parser.add_argument("--all_bits", type=int, nargs="+", default=[4], help="of the sketches (operator)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--keep", type=Path, help="folder for filled caches, used again where they are there")
     parser.add_argument("--results", type=Path, help="CSV file that grows by the rows")
     settings = parser.parse_args()
-    many = settings.what == "operator"
-    settings.lengths = settings.lengths or [2**power for power in (range(12, 17) if many else range(10, 14))]
+    settings.lengths = settings.lengths or [
+        2**power for power in (range(12, 17) if settings.what == "operator" else range(10, 14))
+    ]
     settings.origin = {
-        "model": Path(settings.model).name,
+        "model": "/".join(Path(settings.model).parts[-2:]),
         "alpha": settings.alpha,
         "dtype": settings.dtype,
         "command": command(without=("--keep", "--results")),
@@ -367,9 +428,9 @@ def main() -> None:
     }
     settings.dtype = getattr(torch, settings.dtype)
     what = {"generate": generate, "operator": operator, "verify": verify}[settings.what]
-    path = settings.results or FOLDER / f"long_context{'_operator' if many else ''}.csv"
+    path = settings.results or FOLDER / f"{FILES[settings.what]}.csv"
     with torch.no_grad():
-        what(settings, Results(path, FIELDS[settings.what]) if settings.what in FIELDS else None)
+        what(settings, Results(path, FIELDS[settings.what]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import types
 import pytest
 import tiny_models as tiny
 import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_entmax
 import long_context
@@ -45,6 +47,7 @@ def test_whole_model(folder, monkeypatch, capsys):
     for row in rows:
         ratio = float(row["tokens_per_second"]) / float(row["softmax_tokens_per_second"])
         assert float(row["ratio"]) == pytest.approx(ratio, rel=0.02, abs=0.006)  # all three are rounded
+        assert 0 < float(row["ratio_25"]) <= float(row["ratio_75"]) and float(row["bandwidth_gib_s"]) > 0
         assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["bits"] == "4"
         # Two layers, two key heads of 8 channels, the token that was decoded last among them.
         cached = int(row["batch"]) * 2 * 2 * 2 * 8 * 4 * (int(row["length"]) + 3)
@@ -73,37 +76,53 @@ def test_a_filled_cache_is_used_for_the_same_question_alone(tmp_path):
         assert fills(**change) and not fills(**change), change
 
 
-def test_operator(folder, monkeypatch):
+@pytest.mark.parametrize("layers", [("--layers", "1"), ()])
+def test_operator(folder, monkeypatch, layers):
     call = (
-        "--lengths",
-        "128",
-        "256",
-        "--prompt",
-        "64",
-        "--layers",
-        "1",
+        "--alpha",
+        "own",
         "--alphas",
         "2",
         "own",
         "--all_bits",
         "4",
         "8",
+        "--lengths",
+        "128",
+        "256",
+        "--prompt",
+        "64",
     )
-    rows = _run(monkeypatch, folder, "operator", "--alpha", "own", *call, "--steps", "2")
+    rows = _run(monkeypatch, folder, "operator", *call, *layers, "--steps", "2")
     assert [(row["length"], row["alpha"], row["bits"]) for row in rows[:4]] == [
         ("128", "2", "4"), ("128", "2", "8"), ("128", "own", "4"), ("128", "own", "8")
     ]  # fmt: skip
     assert len(rows) == 8
     for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
         assert float(coarse["nonzero"]) == float(fine["nonzero"]) <= float(fine["read"]) <= float(coarse["read"])
-        ratio = float(fine["exact_ms"]) / float(fine["softmax_ms"])
-        assert float(fine["ratio_to_softmax"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
+        for other in ("softmax", "dense"):
+            ratio = float(fine["exact_ms"]) / float(fine[f"{other}_ms"])
+            assert float(fine[f"ratio_to_{other}"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
+            assert 0 < float(fine[f"ratio_to_{other}_25"]) <= float(fine[f"ratio_to_{other}_75"])
+    for row in rows:
+        # Keys and values of two heads of 8 channels in float32; four query heads read keys and values one by one.
+        length, looked_at = int(row["length"]), 4 * int(row["length"])
+        assert float(row["softmax_key_value_mib"]) == pytest.approx(2 * 2 * 8 * 4 * length / 2**20, rel=1e-3)
+        rows_read = (float(row["read"]) + float(row["nonzero"])) * looked_at * 8 * 4 / 2**20
+        sketch = float(row["extra_memory"]) * float(row["softmax_key_value_mib"])
+        assert float(row["key_value_mib"]) == pytest.approx(sketch + rows_read, rel=1e-3)
+        assert row["layers"] == ("1" if "--layers" in row["command"] else "2")
 
 
 @pytest.mark.parametrize("way", long_context.WAYS)
 def test_verify(folder, monkeypatch, capsys, way):
     call = ("--alpha", "own", "--bits", "4", "--prompt", "60", "--steps", "20", "--batches", "2", "--way", way)
-    assert _run(monkeypatch, folder, "verify", *call) == []
+    (row,) = _run(monkeypatch, folder, "verify", *call)
+    assert (row["tokens"], row["same_tokens"], row["layer_steps"], row["violations"]) == ("40", "40", "38", "0")
+    sequences = 8 if way == "beams" else 2
+    # Two layers and four heads; each of 19 steps looks at one key more.
+    assert int(row["pairs"]) == sequences * 2 * 4 * sum(range(61, 80))
+    assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["way"] == way
     shown = capsys.readouterr().out
     assert f"2 x 20 tokens, {way}, after prompts of 60: the same" in shown and "38 layer steps compared" in shown
     assert "0 violations" in shown
@@ -126,3 +145,30 @@ def test_what_cannot_be(folder, monkeypatch):
     plain.save_pretrained(folder / "model")
     with pytest.raises(SystemExit, match="not saved from a patched model"):
         _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
+
+
+@pytest.mark.parametrize("alpha", ["own", "1.5"])
+def test_keys_are_those_of_the_model_that_is_named(folder, monkeypatch, alpha):
+    seen = []
+
+    class Case(long_context.Case):
+        def __init__(self, query, key, *more):
+            seen.append((query, key))
+            super().__init__(query, key, *more)
+
+    monkeypatch.setattr(long_context, "Case", Case)
+    _run(monkeypatch, folder, "operator", *f"--alpha {alpha} --alphas 2 --lengths 64 --prompt 64 --steps 2".split())
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    assert model.config._attn_implementation == "hf_entmax"
+    if alpha != "own":
+        hf_entmax.unpatch_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = long_context.prompt(types.SimpleNamespace(text=str(folder / "text.txt")), None, tokenizer, 64)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    assert len(seen) == len(cache.layers) == 2
+    for layer, (query, key) in zip(cache.layers, seen, strict=True):
+        assert query.shape == (1, 4, 1, 8)
+        torch.testing.assert_close(key, layer.keys)
+    # What was recorded is the attention function again.
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
