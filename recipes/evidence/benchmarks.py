@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from . import tables
+from . import long_context
 from .model_types import model_types
 from .rows import ROOT, Rows, distinct, table
 
@@ -65,7 +65,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "losses": lambda: _losses("losses-cpu", "entmax_loss", "forward+backward"),
     "linear_time": lambda: _losses("losses-cpu", "linear_entmax_loss", "forward+backward"),
     "linear_memory": lambda: _losses("losses-cpu", "linear_entmax_loss", "memory"),
-    "long_context": lambda: tables.long_context(Rows(), length=8192),
+    "long_context": lambda: long_context.models(Rows(), length=8192),
     "model_types": model_types,
     "small_losses": lambda: _losses("losses-small-cpu", "entmax_loss", "forward+backward"),
 }

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_entmax.ops import controllable
 
-from . import length, pretrained, pretrained_heads
+from . import length, long_context, pretrained, pretrained_heads
 from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -106,32 +106,6 @@ def conversion_name(row: Row) -> str:
     return ", ".join(parts)
 
 
-def long_context(rows: Rows) -> Figure | None:
-    """Tokens per second against the length of the cache; keys read in full and keys of weight against alpha."""
-    found, single = rows("long_context", softmax_cache="dynamic"), rows("long_context_operator", dtype="float32")
-    if not found:
-        return None
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    speed, shares = figure.subplots(1, 2)
-    for (model, alpha, batch), own in grouped(found, "model", "alpha", "batch").items():
-        lengths = numbers(own, "length")
-        label = f"{model}, alpha {'learned' if alpha == 'own' else alpha}, batch {batch}"
-        (line,) = speed.plot(lengths, numbers(own, "tokens_per_second"), marker=".", label=label)
-        speed.plot(lengths, numbers(own, "softmax_tokens_per_second"), linestyle=":", color=line.get_color())
-    speed.set(xlabel="tokens in the cache (dotted: softmax)", ylabel="tokens per second", xscale="log", yscale="log")
-    speed.legend(fontsize="small")
-    fixed = [row for row in single if row["alpha"] != "own" and row["length"] == single[0]["length"]]
-    for (bits,), own in grouped(fixed, "bits").items():
-        own = sorted(own, key=lambda row: float(row["alpha"]))
-        shares.plot(numbers(own, "alpha"), numbers(own, "read", 100), marker=".", label=f"read, {bits} bits")
-    if fixed:
-        own = sorted(pick(fixed, bits=fixed[0]["bits"]), key=lambda row: float(row["alpha"]))
-        shares.plot(numbers(own, "alpha"), numbers(own, "nonzero", 100), color="black", label="nonzero weight")
-        shares.set(xlabel="alpha", ylabel="keys, %", yscale="log", title=f"{fixed[0]['length']} keys")
-        shares.legend(fontsize="small")
-    return figure
-
-
 def regions(rows: Rows | None = None) -> Figure:
     """Figures 1 to 3 of Laha et al. 2018: the first probability over the plane of two scores.
 
@@ -189,7 +163,7 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "pretrained": (pretrained.figure, 120),
     "smollm2_heads": (pretrained_heads.figure, 120),
     "controllable_regions": (regions, 90),
-    "long_context": (long_context, 110),
+    "long_context": (long_context.figure, 110),
     "multilabel_synthetic": (synthetic, 90),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import benchmarks, claims, length, mappings, pretrained, pretrained_heads, tables
+from . import benchmarks, claims, length, long_context, mappings, pretrained, pretrained_heads, tables
 from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
 
 #: Templates, by the page that is made of them.
@@ -37,6 +37,7 @@ def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figu
         claims=claims,
         tables=tables,
         length=length,
+        long_context=long_context,
         mappings=mappings,
         pretrained=pretrained,
         pretrained_heads=pretrained_heads,

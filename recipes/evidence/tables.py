@@ -96,46 +96,10 @@ def speed_commands(rows: Rows) -> str:
     return "".join(f"    {command}\n" for command in sorted(commands))
 
 
-def long_context(rows: Rows, **wanted: object) -> str:
-    """Whole models that decode with a long cache."""
-    head = [
-        "alpha",
-        "batch",
-        "tokens",
-        "bits",
-        "keys read, %",
-        "nonzero, %",
-        "K and V read, MiB a step",
-        "softmax reads",
-    ]
-    head += ["extra memory, %", "tokens/s", "softmax, tokens/s", "its cache", "ratio"]
-    lines = []
-    for row in rows("long_context", **wanted):
-        alpha = "learned" if row["alpha"] == "own" else row["alpha"]
-        shares = [f"{100 * float(row[name]):.2f}" for name in ("read", "nonzero")]
-        bytes_ = [f"{float(row[name]):.0f}" for name in ("key_value_mib_per_step", "softmax_key_value_mib_per_step")]
-        speeds = [row[name] for name in ("tokens_per_second", "softmax_tokens_per_second", "softmax_cache", "ratio")]
-        memory = f"{100 * float(row['extra_memory']):.1f}"
-        lines.append([alpha, row["batch"], row["length"], row["bits"], *shares, *bytes_, memory, *speeds])
-    return table(head, lines)
-
-
 def long_context_commands(found: list[Row]) -> str:
     """How rows were measured, and where."""
     commands = "".join(f"    {command}\n" for command in distinct(found, "command"))
     return f"{commands}\n{machines(found)}.\n"
-
-
-def long_context_operator(rows: Rows) -> str:
-    """Attention alone over repeated keys."""
-    head = ["alpha", "dtype", "keys", "bits", "keys read, %", "nonzero, %", "ms", "of dense entmax", "of SDPA softmax"]
-    lines = []
-    for row in rows("long_context_operator"):
-        alpha = f"its own, {row['model']}" if row["alpha"] == "own" else row["alpha"]
-        shares = [f"{100 * float(row[name]):.2f}" for name in ("read", "nonzero")]
-        ratios = [row[name] for name in ("ratio_to_dense", "ratio_to_softmax")]
-        lines.append([alpha, row["dtype"], row["length"], row["bits"], *shares, row["exact_ms"], *ratios])
-    return table(head, lines)
 
 
 def sites(rows: Rows) -> str:

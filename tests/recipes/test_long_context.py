@@ -100,7 +100,7 @@ def test_operator(folder, monkeypatch, layers):
     assert len(rows) == 8
     for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
         assert float(coarse["nonzero"]) == float(fine["nonzero"]) <= float(fine["read"]) <= float(coarse["read"])
-        for other in ("softmax", "dense"):
+        for other in ("softmax", "grouped_softmax", "dense"):
             ratio = float(fine["exact_ms"]) / float(fine[f"{other}_ms"])
             assert float(fine[f"ratio_to_{other}"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
             assert 0 < float(fine[f"ratio_to_{other}_25"]) <= float(fine[f"ratio_to_{other}_75"])
