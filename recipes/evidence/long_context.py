@@ -15,9 +15,10 @@ def _percent(row: Row, *names: str) -> list[str]:
     return [f"{100 * float(row[name]):.2f}" for name in names]
 
 
-def _ratio(row: Row, name: str) -> str:
+def _ratio(row: Row, name: str, digits: int = 2) -> str:
     """A ratio and its quartiles."""
-    return f"{float(row[name]):.2f} ({float(row[f'{name}_25']):.2f} to {float(row[f'{name}_75']):.2f})"
+    middle, low, high = (f"{float(row[name + end]):.{digits}f}" for end in ("", "_25", "_75"))
+    return f"{middle} ({low} to {high})"
 
 
 def models(rows: Rows, **wanted: object) -> str:
@@ -46,14 +47,14 @@ def models(rows: Rows, **wanted: object) -> str:
 def operator(rows: Rows) -> str:
     """Attention alone over repeated keys."""
     head = ["alpha", "dtype", "layers", "keys", "bits", "keys read, %", "nonzero, %", "extra memory, %", "ms a layer"]
-    head += ["of dense entmax (quartiles)", "of SDPA softmax (quartiles)"]
+    head += ["of dense entmax (quartiles)", "of SDPA (quartiles)", "of SDPA on groups (quartiles)"]
     lines = [
         [
             _alpha(row),
             *(row[name] for name in ("dtype", "layers", "length", "bits")),
             *_percent(row, "read", "nonzero", "extra_memory"),
             row["exact_ms"],
-            *(_ratio(row, name) for name in ("ratio_to_dense", "ratio_to_softmax")),
+            *(_ratio(row, name, 3) for name in ("ratio_to_dense", "ratio_to_softmax", "ratio_to_grouped_softmax")),
         ]
         for row in rows("long_context_operator")
     ]
@@ -85,9 +86,21 @@ def limits(rows: Rows) -> str:
     lines = []
     for row, what, mib, ms in cases:
         least = [1000 * amount / 1024 / float(row["bandwidth_gib_s"]) for amount in mib]
-        sides = [f"{number:.3g}" for side in zip(mib, least, ms, strict=True) for number in side]
+        sides = [
+            f"{number:.3g}" if number < 1000 else f"{number:.0f}"
+            for side in zip(mib, least, ms, strict=True)
+            for number in side
+        ]
         lines.append([what, _alpha(row), *sides, f"{least[1] / least[0]:.1f}", f"{ms[1] / ms[0]:.1f}"])
     return table(head, lines)
+
+
+def memory_speed(rows: Rows) -> str:
+    """The lowest and highest that was measured."""
+    found = [
+        float(row["bandwidth_gib_s"]) for group in ("long_context", "long_context_operator") for row in rows(group)
+    ]
+    return f"{min(found):.0f} to {max(found):.0f}"
 
 
 def verified(rows: Rows) -> str:
