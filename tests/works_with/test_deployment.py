@@ -116,6 +116,13 @@ def test_fully_sharded_with_split_heads(tmp_path):
     _run("fsdp2_tp_run.py", tmp_path, processes=4)
 
 
+@pytest.mark.works_with("deepspeed", "ZeRO, stages 2 and 3, two processes train as one does")
+def test_parameters_and_gradients_sharded_by_deepspeed():
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    _run("deepspeed_run.py", processes=2)
+
+
 def _run(script, *arguments, processes):
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parent), str(here.parents[1])])
