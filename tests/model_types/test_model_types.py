@@ -1,11 +1,9 @@
 """A sample of the model types is checked as the whole table was; the checks see faults; the table has no silent row."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import transformers
@@ -72,11 +70,8 @@ SAMPLE = [
 def sample(tmp_path_factory):
     """The rows of the sample, made now, by the script, in processes that did not import the plugin before."""
     table = tmp_path_factory.mktemp("sample") / "rows.csv"
-    script = Path(__file__).with_name("sweep.py")
-    command = [sys.executable, str(script), "--only", ",".join(SAMPLE), "--table", str(table)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    script, arguments = Path(__file__).with_name("sweep.py"), ("--only", ",".join(SAMPLE), "--table", table)
+    done = fresh.run_file(script, *arguments, timeout=900, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     with table.open(newline="", encoding="utf-8") as file:
         return {row["model_type"]: row for row in csv.DictReader(file)}

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("numba")
 
 from hf_entmax.ops import entmax_attention
+from hf_entmax.ops.numba_cpu import host
 from hf_entmax.ops.numba_cpu.function import Inputs, Options, run_backward, run_forward
 
 
@@ -28,11 +29,16 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def kept(tensors):
+def kept(tensors, bias=None):
     options = Options(is_causal=True, window=0, softcap=0.0, scaling=0.25, dropout=0.0, need_weights=False)
-    inputs = Inputs(*(t.detach() for t in tensors), None, None, None)
+    inputs = Inputs(*(t.detach() for t in tensors), None, bias, None)
     out, _, support = run_forward(inputs, 0, options, keep=True)
-    return support, lambda held: run_backward(inputs, held, torch.ones_like(out), None, 0, options, (True,) * 6)[:4]
+
+    def backward(held):
+        gradients = run_backward(inputs, held, torch.ones_like(out), None, 0, options, (True,) * 6)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    return support, backward
 
 
 @pytest.mark.parametrize("shift", [64, 4096])
@@ -56,13 +62,34 @@ def test_rows_made_anew_in_memory_that_overlaps_the_old(shift):
         assert torch.equal(got, plain)
 
 
+def test_slabs_that_change_places(two_threads, monkeypatch):
+    # Hooks that hand back memory at their will: each slab where another one was.
+    monkeypatch.setattr(host, "_SMALL_STORAGE", 0)
+    monkeypatch.setattr(host, "_FIRST_SHARE", 0.0)
+    support, backward = kept(make_inputs(T=900, H=2, sharpness=0.2, alphas=(1.05, 1.05)))
+    want, count = backward(support), len(support.slabs)
+    assert count > 1
+    contents = [slab.clone() for slab in support.slabs]
+    arena = torch.empty(count, max(map(torch.numel, contents)), dtype=torch.uint8)
+    for shift in range(count):
+        slabs = [arena[(i + shift) % count, : content.numel()] for i, content in enumerate(contents)]
+        for slab, content in zip(slabs, contents, strict=True):
+            slab.copy_(content)
+        support = support.restore([*support.tensors()[:4], *slabs])
+        for got, plain in zip(backward(support), want, strict=True):
+            assert torch.equal(got, plain)
+
+
 @pytest.mark.parametrize(("sharpness", "alpha"), [(0.2, 1.05), (0.2, 2.0), (3.0, 1.3), (3.0, 2.0)])
-def test_one_piece_holds_all_rows_and_its_size_does_not_depend_on_the_threads(sharpness, alpha, two_threads):
-    # Large enough for several slabs; with a dense start, the rows are stored densely and sparsely.
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_piece_holds_all_rows_and_its_size_does_not_depend_on_the_threads(sharpness, alpha, biased, two_threads):
+    # Large enough for several slabs; with a dense start, the rows are stored densely and sparsely. For a bias, the gradients
+    # of the scores are stored in the rows as well.
     tensors = make_inputs(T=420, sharpness=sharpness, alphas=(alpha,) * 4)
+    bias = torch.zeros(1, 4, 420, 420, requires_grad=True) if biased else None
     sizes = set()
     for _ in range(3):
-        support, backward = kept(tensors)
+        support, backward = kept(tensors, bias)
         want, piece = backward(support), support.in_one_piece()
         sizes.add(piece.slabs[0].numel())
         assert piece.slabs[0].numel() <= sum(slab.numel() for slab in support.slabs)
