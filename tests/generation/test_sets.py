@@ -280,6 +280,16 @@ def test_whole_answers_are_in_the_set_exactly_if_all_their_steps_are(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_is_drawn_where_there_is_no_label(family):
+    model, batch = _generator(family), _examples(family, 60, 6)[2]
+    first = (batch["labels"] != -100).long().argmax(1, keepdim=True)
+    batch["labels"] = torch.full_like(batch["labels"], -100).scatter(1, first, batch["labels"].gather(1, first))
+    # One step is the whole answer.
+    step, answer = (calibrate_sets(model, [batch], 0.2, alpha=1.5, unit=unit) for unit in ("step", "answer"))
+    assert (step.temperature, step.examples) == (answer.temperature, 60)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_drawn_one_per_answer(family):
     model = _generator(family)
     sources, answers, batch = _examples(family, 60, 6)

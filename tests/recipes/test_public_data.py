@@ -56,7 +56,9 @@ def test_the_fingerprint_is_that_of_names_and_contents(tmp_path):
         return lay_out("treebank", tmp_path / name, tmp_path / "out")
 
     first = treebank("UD_English-A", "# a\n")
-    assert text_of(tmp_path / "out" / "ud" / "English-A" / "xx_yy-ud-test.conllu.gz") == "# a\n"
+    written = tmp_path / "out" / "ud" / "English-A" / "xx_yy-ud-test.conllu.gz"
+    assert text_of(written) == "# a\n"
+    assert written.read_bytes()[4:8] == bytes(4), "the archive holds the time at which it was written"
     assert len({first, treebank("UD_English-B", "# a\n"), treebank("UD_English-C", "# b\n")}) == 3
     assert lay_out("treebank", tmp_path / "UD_English-A", tmp_path / "again") == first
     zipped = tmp_path / "UD_English-A" / "xx_yy-ud-test.conllu"

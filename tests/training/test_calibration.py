@@ -152,6 +152,24 @@ def test_a_model_without_a_head_takes_a_loss_of_its_own():
     assert result.loss_before == 0 and 0 <= result.loss_after <= 1e-4 and result.tokens == len(wanted)
 
 
+def test_what_only_the_batches_that_judge_allow_is_drawn_back():
+    torch.manual_seed(0)
+    model = patch_model(_sharp("bert"))
+    batches = [{n: v for n, v in batch.items() if n != "labels"} for batch in _batches("bert")]
+    with torch.no_grad(), softmax_attention(model):
+        wanted = [model(**batch).logits for batch in batches]
+
+    def distance(model, batch):
+        judges = torch.equal(batch["input_ids"], batches[1]["input_ids"])
+        return (1.0 if judges else 1.8) * (model(**batch).logits - wanted[judges]).square().mean()
+
+    result = calibrate_alphas(model, batches, 0.01, loss=distance, steps=0)
+    with torch.no_grad():
+        rises = [float(distance(model, batch)) for batch in batches]
+    assert result.loss_after == pytest.approx(sum(rises) / 2, rel=1e-3)
+    assert 0.005 < result.loss_after <= 0.01
+
+
 def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     model = patch_model(_sharp("llama")).eval()
     vector = AlphaVector(model)
