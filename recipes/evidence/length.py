@@ -42,14 +42,14 @@ def lengths_table(rows: Rows, task: str) -> str:
     lengths = sorted(accuracies(found[0]))
     trained_at = int(found[0]["train_length"])
     titles = [f"to {n}" if task == "text" else f"{n // trained_at}x" for n in lengths]
-    head = ["attention", "seeds", "trained", "alpha", *titles]
+    head = ["attention", "seeds", *(["trained"] if task != "text" else []), "alpha", *titles]
     listed = []
     for name, own in lines(found).items():
         values = [accuracies(row) for row in own]
         alphas = [float(row["alpha"]) for row in own if row["alpha"]]
         learned = spread(alphas) if "learned" in name and alphas else ""
-        trained = sum(row["trained"] == "True" for row in own)
-        listed.append([name, len(own), trained, learned, *(spread([v[n] for v in values], 1) for n in lengths)])
+        trained = [sum(row["trained"] == "True" for row in own)] if task != "text" else []
+        listed.append([name, len(own), *trained, learned, *(spread([v[n] for v in values], 1) for n in lengths)])
     return table(head, listed)
 
 
