@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from common.batches import evenly
 from common.blocks import collate, cut, encode
 from common.heads import head_statistics
 from common.results import Results, columns, command, hardware, versions
@@ -58,11 +59,11 @@ def parse() -> argparse.Namespace:
 
 
 def text_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
-    """Whole blocks of running text."""
+    """Whole blocks of running text, from all over it: blocks that follow each other say the same, and judge each other mildly."""
     size = args.batch or 1
-    ids, _ = encode(read_text(args.data.replace("{split}", split)), tokenizer, count * size * args.block)
-    blocks = cut(ids, args.block, full_only=True)
-    return [collate(blocks[start : start + size]) for start in range(0, len(blocks), size)][:count]
+    ids, _ = encode(read_text(args.data.replace("{split}", split)), tokenizer)
+    blocks = evenly(cut(ids, args.block, full_only=True), count * size)
+    return [collate(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
 
 def pair_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:

@@ -67,6 +67,17 @@ def _arguments(tmp_path):
     return type("Arguments", (), {"data": str(tmp_path / "{split}.txt.gz"), "block": 16, "batch": 0})()
 
 
+def test_blocks_come_from_all_over_the_text(tmp_path):
+    model = _folder(tmp_path / "model", tiny.build("llama"))
+    with gzip.open(tmp_path / "train.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(_texts(60, 12)) + "\n")
+    tokenizer = tf.AutoTokenizer.from_pretrained(model)
+    first, second = calibrate.text_batches(_arguments(tmp_path), tokenizer, "train", 2)
+    every = calibrate.text_batches(_arguments(tmp_path), tokenizer, "train", 10_000)
+    assert len(every) > 10 and torch.equal(first["input_ids"], every[0]["input_ids"])
+    assert torch.equal(second["input_ids"], every[len(every) // 2]["input_ids"])
+
+
 def test_a_sentence_encoder_by_pairs(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = _folder(tmp_path / "model", tf.BertModel(tiny.build("bert").config))
