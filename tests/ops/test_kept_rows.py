@@ -21,14 +21,6 @@ def make_inputs(T=37, H=4, sharpness=1.0, alphas=(1.0, 1.05, 1.5, 2.0)):
     return query, key, value, torch.tensor(alphas[:H]).requires_grad_()
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def kept(tensors, bias=None):
     options = Options(is_causal=True, window=0, softcap=0.0, scaling=0.25, dropout=0.0, need_weights=False)
     inputs = Inputs(*(t.detach() for t in tensors), None, bias, None)

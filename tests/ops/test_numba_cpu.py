@@ -428,14 +428,6 @@ def run_once(tensors):
     return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_threads_do_not_change_the_numbers(two_threads):
     tensors = make_inputs(B=1, H_kv=1, T_q=80, T_k=90)
     parallel = run_once(tensors)
