@@ -5,10 +5,11 @@ import itertools
 import math
 
 import pytest
+import reference
 import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
-from hf_entmax.ops import available_backends, dense, entmax_attention, reference
+from hf_entmax.ops import available_backends, dense, entmax_attention
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.options import AttentionOptions, append_sink
 

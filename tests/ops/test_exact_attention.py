@@ -6,11 +6,12 @@ import math
 
 import fresh
 import pytest
+import reference
 import torch
 from tolerances import absolute_error, assert_half
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_entmax.ops import available_backends, entmax_attention, exact_sparse_attention, reference, sketch_keys
+from hf_entmax.ops import available_backends, entmax_attention, exact_sparse_attention, sketch_keys
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.options import AttentionOptions
 

@@ -3,10 +3,11 @@
 import math
 
 import pytest
+import reference
 import torch
 from tolerances import assert_forward
 
-from hf_entmax.ops import entmax, entmax_attention, reference
+from hf_entmax.ops import entmax, entmax_attention
 
 KINDS = {"float": lambda alpha: alpha, "tensor": lambda alpha: torch.tensor(alpha, requires_grad=True)}
 

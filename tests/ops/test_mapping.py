@@ -4,10 +4,11 @@ import functools
 import math
 
 import pytest
+import reference
 import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient
 
-from hf_entmax.ops import Entmax, Entmax15, Sparsemax, entmax, entmax15, reference, sparsemax
+from hf_entmax.ops import Entmax, Entmax15, Sparsemax, entmax, entmax15, sparsemax
 
 F64 = torch.float64
 

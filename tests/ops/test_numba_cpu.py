@@ -9,11 +9,12 @@ import threading
 
 import fresh
 import pytest
+import reference
 import torch
 
 pytest.importorskip("numba")
 
-from hf_entmax.ops import entmax_attention, numba_cpu, reference
+from hf_entmax.ops import entmax_attention, numba_cpu
 from hf_entmax.ops.options import AttentionOptions
 
 numba_attention = functools.partial(entmax_attention, backend="numba")

@@ -77,7 +77,9 @@ def test_solution_without_the_kernel(alpha, length, scale, monkeypatch):
 
 
 def test_entmax_of_many_long_rows_is_the_kernels(monkeypatch):
-    from hf_entmax.ops import entmax, reference, solve
+    import reference
+
+    from hf_entmax.ops import entmax, solve
     from hf_entmax.ops.numba_cpu import row_host
 
     calls, original = [], row_host.solve_rows

@@ -3,9 +3,8 @@
 import math
 
 import pytest
+import reference
 import torch
-
-from hf_entmax.ops import reference
 
 F64 = torch.float64
 

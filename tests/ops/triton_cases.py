@@ -12,6 +12,7 @@ import sys
 import types
 
 import pytest
+import reference
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +24,7 @@ from device_report import report  # noqa: F401  a fixture
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
-from hf_entmax.ops import backends, entmax, entmax_attention, reference, solve, triton_gpu
+from hf_entmax.ops import backends, entmax, entmax_attention, solve, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported

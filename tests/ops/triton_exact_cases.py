@@ -5,12 +5,13 @@ import itertools
 import math
 
 import pytest
+import reference
 import torch
 from test_exact_attention import ROWS
 from tolerances import absolute_error, assert_half
 from triton_cases import _poison  # noqa: F401  a fixture
 
-from hf_entmax.ops import exact_sparse_attention, reference, sketch_keys
+from hf_entmax.ops import exact_sparse_attention, sketch_keys
 from hf_entmax.ops.attention import head_alpha
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.triton_gpu import exact_host
