@@ -40,7 +40,9 @@ def patch(
     exclude: Annotated[list[str] | None, Option(help="Attention module to leave alone; repeatable.")] = None,
     output_alpha: Annotated[float | None, Option(help="Entmax loss and sparse generation at this alpha.")] = None,
     mapping: Annotated[str, Option(help="entmax, or a mapping of hf_entmax.ops.controllable.")] = "entmax",
-    length_scaling: Annotated[str, Option(help="none, log or adaptive: scores scaled by the number of keys.")] = "none",
+    length_scaling: Annotated[
+        str, Option(help="none, constant, log or adaptive: a learned factor of the scores.")
+    ] = "none",
     length_scaling_init: Annotated[str, Option(help="Where that starts: identity or paper.")] = "identity",
     backend: Annotated[str, Option(help="Who computes the attention: auto, torch, numba or triton.")] = "auto",
     auto_class: Annotated[

@@ -14,7 +14,7 @@ Site = Literal["encoder_self", "cross", "decoder_self"]
 Tie = Literal["none", "layer", "site", "model"]
 Backend = Literal["auto", "torch", "numba", "triton"]
 AlphaDtype = Literal["float32", "auto"]
-LengthScaling = Literal["none", "log", "adaptive"]
+LengthScaling = Literal["none", "constant", "log", "adaptive"]
 LengthScalingInit = Literal["identity", "paper"]
 SITES: tuple[Site, ...] = get_args(Site)
 TIES: tuple[Tie, ...] = get_args(Tie)
@@ -57,7 +57,8 @@ class EntmaxConfig:
             lets them follow the model (FSDP2 wants one dtype per unit).
         length_scaling: a learned factor of the scores that depends on n, the number of keys that a query may see: those
             up to itself in causal attention, those of its window, the whole source in cross-attention, padding never.
-            ``"log"`` is scalable softmax, ``c + s * log(n)`` with one ``s`` per head; ``"adaptive"`` is
+            ``"constant"`` does not depend on n: ``1 + s``, a temperature for each head, which `calibrate_alphas` sets as
+            well; ``"log"`` is scalable softmax, ``c + s * log(n)`` with one ``s`` per head; ``"adaptive"`` is
             adaptive-scalable entmax, ``delta + beta * log(n + 1) ** gamma`` with beta and gamma from the hidden state.
             The query is scaled: position biases are not, and a softcap comes after. Never shared, whatever ``tie`` says.
         length_scaling_init: ``"identity"`` starts with a factor of 1 for every n, so that patching changes nothing;
@@ -156,7 +157,11 @@ class EntmaxConfig:
         scaling = ("length_scaling_init", "length_scaling_heads")
         if self.length_scaling == "none":
             if idle := [name for name in scaling if getattr(self, name) != defaults[name]]:
-                raise ValueError(f"{idle} would have no effect: length_scaling is 'none'. Choose 'log' or 'adaptive'.")
+                raise ValueError(
+                    f"{idle} would have no effect: length_scaling is 'none'. Choose 'constant', 'log' or 'adaptive'."
+                )
+        elif self.length_scaling == "constant" and self.length_scaling_init == "paper":
+            raise ValueError("length_scaling='constant' starts at the identity only: leave length_scaling_init out.")
         elif self.mapping != "entmax":
             raise ValueError(
                 f"length_scaling={self.length_scaling!r} is not available for mapping={self.mapping!r}: it scales the "

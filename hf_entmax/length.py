@@ -39,7 +39,7 @@ class LengthScaling(LearnedNumbers):
         if heads is not None and len(set(heads)) < len(heads):
             raise ValueError(f"length_scaling_heads={list(heads)} names a head twice: name each once.")
         if init not in self.starts:
-            raise ValueError(f"length_scaling_init={init!r} is not allowed: choose 'identity' or 'paper'.")
+            raise ValueError(f"length_scaling_init={init!r} is not allowed: choose one of {list(self.starts)}.")
         self.heads = list(range(num_heads)) if heads is None else sorted(heads)
         self.init = init
 
@@ -78,16 +78,8 @@ class LengthScaling(LearnedNumbers):
         return f"{self.num_heads}, init={self.init}{scaled}"
 
 
-class LogScaling(LengthScaling):
-    r"""Scalable softmax: ``factor = c + s * log(n)``, one learned ``s`` per head, n the number of keys the query may see.
-
-    The start at the identity has ``c = 1`` and ``s = 0``, that of the paper ``c = 0`` and ``s = 0.43``.
-
-    Reference:
-        Nakanishi (2025), Scalable-Softmax Is Superior for Attention, eq. 4.
-    """
-
-    starts: ClassVar = {"identity": 0.0, "paper": 1.0}
+class _NumberPerHead(LengthScaling):
+    """One learned ``s`` per head; 0 at the identity, 0.43 in the paper on scalable softmax."""
 
     def __init__(
         self, num_heads: int, heads: Sequence[int] | None = None, init: str = "identity", *, keep_float32: bool = True
@@ -100,6 +92,28 @@ class LogScaling(LengthScaling):
         """Set every ``s`` to its start."""
         with torch.no_grad():
             self.s.fill_(0.0 if self.init == "identity" else 0.43)
+
+
+class ConstantScaling(_NumberPerHead):
+    """A temperature of each head: ``factor = 1 + s``, whatever the number of keys; it starts with ``s = 0``."""
+
+    starts: ClassVar = {"identity": 0.0}
+
+    def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
+        """``s``."""
+        return self.s.float()[None, :, None]
+
+
+class LogScaling(_NumberPerHead):
+    r"""Scalable softmax: ``factor = c + s * log(n)``, one learned ``s`` per head, n the number of keys the query may see.
+
+    The start at the identity has ``c = 1`` and ``s = 0``, that of the paper ``c = 0`` and ``s = 0.43``.
+
+    Reference:
+        Nakanishi (2025), Scalable-Softmax Is Superior for Attention, eq. 4.
+    """
+
+    starts: ClassVar = {"identity": 0.0, "paper": 1.0}
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
         """``s * log(n)``."""

@@ -1,7 +1,7 @@
 """How many attention weights of a pretrained model can be exactly zero without training one: alphas within budgets on the loss.
 
     python recipes/pretrained_folders.py smollm2 models/smollm2
-    python recipes/calibrate.py --model models/smollm2 --out runs/smollm2-calibrated
+    python recipes/calibrate.py --model models/smollm2 --out runs/smollm2-calibrated --temperature
     python recipes/pretrained_folders.py minilm models/minilm
     python recipes/calibrate.py --model models/minilm --pairs summ/scitldr-a/{split}.jsonl.gz --out runs/minilm-calibrated
 
@@ -35,7 +35,7 @@ from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.integration.patching import update_config
 
 FIELDS = columns(
-    "model data budget calibration_tokens steps loss_before loss_after density_calibration heldout_tokens heldout_before",
+    "model data temperature budget calibration_tokens steps loss_before loss_after density_calibration heldout_tokens heldout_before",
     "heldout_after heldout_percent density cosine similarity_correlation accuracy_before accuracy alpha_median alpha_max",
     "seconds command hardware versions",
 )
@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="batches to calibrate on, every fourth only to judge")
     parser.add_argument("--heldout", type=int, default=48, help="batches of test data")
     parser.add_argument("--steps", type=int, default=80, help="gradient steps on the alphas")
+    parser.add_argument("--temperature", action="store_true", help="set a temperature of each head beside its alpha")
     return parser.parse_args()
 
 
@@ -120,7 +121,9 @@ def main() -> None:
         if results.has(command=called, budget=budget):
             continue
         # Most passes look at all weights: the dense path has them at hand.
-        model = patch_model(auto.from_pretrained(args.model, dtype=torch.float32).eval(), backend="torch")
+        scaling = "constant" if args.temperature else "none"
+        model = auto.from_pretrained(args.model, dtype=torch.float32).eval()
+        patch_model(model, backend="torch", length_scaling=scaling)
         start = time.perf_counter()
         found = calibrate_alphas(
             model,
@@ -142,6 +145,7 @@ def main() -> None:
         results.add(
             model=Path(args.model).name,
             data=args.pairs or args.data,
+            temperature=args.temperature,
             budget=budget,
             calibration_tokens=found.tokens,
             steps=args.steps,

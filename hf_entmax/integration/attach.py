@@ -15,7 +15,7 @@ from hf_entmax.integration.discovery import AttentionSite, attention_sites
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
 from hf_entmax.integration.parallel import same_everywhere
 from hf_entmax.integration.scaled_query import KEPT_INPUT, input_width, keep_input, length_scaling_of
-from hf_entmax.length import AdaptiveScaling, LogScaling
+from hf_entmax.length import AdaptiveScaling, ConstantScaling, LogScaling
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
@@ -89,8 +89,9 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
     heads.backend = config.backend  # type: ignore[assignment]
     chosen = (config.length_scaling_heads, config.length_scaling_init)
     try:
-        if config.length_scaling == "log":
-            heads.length_scaling = LogScaling(num_heads, *chosen, keep_float32=keep)
+        if config.length_scaling in ("constant", "log"):
+            kind = ConstantScaling if config.length_scaling == "constant" else LogScaling
+            heads.length_scaling = kind(num_heads, *chosen, keep_float32=keep)
         elif config.length_scaling == "adaptive":
             width = input_width(site.module)
             heads.length_scaling = AdaptiveScaling(num_heads, width, *chosen, keep_float32=keep)

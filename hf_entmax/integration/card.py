@@ -186,11 +186,14 @@ def scaling_in_words(model: PreTrainedModel) -> str:
     identity = config.length_scaling_init == "identity"
     if config.length_scaling == "none":
         return ""
-    if config.length_scaling == "log":
-        sites = [f"{site} {_range_in_words(numbers['s'])}" for site, numbers in length_scalings(model).items()]
-        what = f"{'1 + ' if identity else ''}s * log(n) (scalable softmax; s, min / median / max: {'; '.join(sites)})"
-    else:
+    if config.length_scaling == "adaptive":
         what = f"1 {'- log(2) ' if identity else ''}+ beta * log(n + 1) ** gamma (adaptive-scalable entmax)"
+    else:
+        sites = [f"{site} {_range_in_words(numbers['s'])}" for site, numbers in length_scalings(model).items()]
+        constant = config.length_scaling == "constant"
+        term, name = ("s", "a temperature per head") if constant else ("s * log(n)", "scalable softmax")
+        what = f"{'1 + ' if identity else ''}{term} ({name}; s, min / median / max: {'; '.join(sites)})"
     heads = "" if config.length_scaling_heads is None else f" of the heads {list(config.length_scaling_heads)}"
     start = "at the identity" if identity else "as in the paper"
-    return f"The scores{heads} are multiplied by {what}, with n the keys that a query may see; it started {start}."
+    keys = "" if config.length_scaling == "constant" else ", with n the keys that a query may see"
+    return f"The scores{heads} are multiplied by {what}{keys}; it started {start}."

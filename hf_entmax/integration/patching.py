@@ -275,9 +275,9 @@ def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
     """The learned numbers of the length scaling of every head.
 
     Returns:
-        site -> name -> float32 copies on the CPU. ``"log"`` has ``s`` ``[layers, heads]``; ``"adaptive"`` has
-        ``beta_weight`` and ``gamma_weight`` ``[layers, heads, d]``. Heads that are not scaled are NaN. Without length
-        scaling the result is empty.
+        site -> name -> float32 copies on the CPU. ``"constant"`` and ``"log"`` have ``s`` ``[layers, heads]``;
+        ``"adaptive"`` has ``beta_weight`` and ``gamma_weight`` ``[layers, heads, d]``. Heads that are not scaled are NaN.
+        Without length scaling the result is empty.
 
     Raises:
         ValueError: if the model is not patched.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +17,16 @@ from hf_entmax.alpha import LearnedAlpha, TiedAlpha
 from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.patching import entmax_config
+from hf_entmax.integration.scaled_query import length_scaling_of
+from hf_entmax.length import ConstantScaling
 from hf_entmax.ops import entmax
 from hf_entmax.training.distillation import attention_pairs, record_attention
 
 #: Places in the range of alpha (0 its lower end, 1 its upper) at which every head is tried; the first stands for softmax.
 SHARES = (1e-6, 0.01, 0.02, 0.035, 0.05, 0.065, 0.08, 0.1, 0.12, 0.15, 0.19, 0.25, 0.35, 0.5, 0.7, 0.9, 0.9999)
+#: Where a head has a temperature, its scores are multiplied by ``1 / (1 + r (alpha - 1))``: at the same scores entmax is sharper
+#: than softmax, the more so the higher alpha. One ``r`` of these is chosen for each head; 3 suits most.
+SOFTENINGS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 #: Queries of a sequence whose rows are tried at every alpha: more would take longer and only smooth the estimate.
 ROWS = 64
 
@@ -29,7 +36,10 @@ Loss = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 class AlphaVector:
     """All learned alphas of a model as one vector ``a`` (``alpha = lo + (hi - lo) sigmoid(a)``), and which heads use which.
 
+    With ``length_scaling="constant"`` the temperatures of the heads follow their alphas.
+
     Attributes:
+        softening: ``r`` of each of the numbers, float64 ``[N]``; 0 leaves the scores as they are.
         places: name of an attention module -> where in the vector its heads are, long ``[heads]``.
         bottom: value of ``a`` at the first of `SHARES`.
         top: and at the last.
@@ -48,8 +58,10 @@ class AlphaVector:
                 "with hf_entmax.patch_model(model)."
             )
         lo, hi = config.alpha_range
+        self.range = lo, hi
         self.grid = [lo + (hi - lo) * share for share in SHARES]
         self.parameters: list[nn.Parameter] = []
+        self.temperatures: list[tuple[nn.Parameter, Tensor]] = []
         self.places: dict[str, Tensor] = {}
         first: dict[int, int] = {}
         for site in attention_sites(model):
@@ -61,15 +73,39 @@ class AlphaVector:
                 first[id(owner)] = sum(len(a) for a in self.parameters)
                 self.parameters.append(owner.a)
             each = torch.arange(site.num_heads)
-            self.places[site.name] = first[id(owner)] + (each if len(owner.a) == site.num_heads else 0 * each)
+            places = first[id(owner)] + (each if len(owner.a) == site.num_heads else 0 * each)
+            self.places[site.name] = places
+            scaling = length_scaling_of(heads)
+            if isinstance(scaling, ConstantScaling):
+                self.temperatures.append((scaling.s, places[scaling.heads]))
+        self.softening = torch.zeros(len(self), dtype=torch.float64)
 
     def __len__(self) -> int:
         return sum(len(a) for a in self.parameters)
 
-    def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of `parameters` as one vector, float64 ``[N]`` on the CPU; 0 where there is none."""
-        known = [torch.zeros_like(a) if g is None else g for a, g in zip(self.parameters, gradients, strict=True)]
-        return torch.cat([g.detach().double().cpu() for g in known])
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """All that `set_` changes."""
+        return [*self.parameters, *(s for s, _ in self.temperatures)]
+
+    def slope(self, loss: Tensor) -> Tensor:
+        """Derivative of a loss in ``a``, also through the temperatures: float64 ``[N]`` on the CPU; 0 where there is none."""
+        found = torch.autograd.grad(loss, self.trained, allow_unused=True)
+        each = [
+            torch.zeros(len(p), dtype=torch.float64) if g is None else g.detach().double().cpu()
+            for p, g in zip(self.trained, found, strict=True)
+        ]
+        total = torch.cat(each[: len(self.parameters)])
+        values = self.get().requires_grad_(True)
+        (change,) = torch.autograd.grad(self._factor(values).sum(), values)
+        for (_, places), own in zip(self.temperatures, each[len(self.parameters) :], strict=True):
+            total.index_add_(0, places, own * change[places])
+        return total
+
+    def _factor(self, values: Tensor) -> Tensor:
+        """``1 / (1 + r (alpha - 1))`` at ``a``."""
+        lo, hi = self.range
+        return 1 / (1 + self.softening * (lo - 1 + (hi - lo) * values.sigmoid()))
 
     def get(self) -> Tensor:
         """A copy of ``a``, float64 ``[N]`` on the CPU."""
@@ -77,9 +113,12 @@ class AlphaVector:
 
     @torch.no_grad()
     def set_(self, values: Tensor) -> None:
-        """Set ``a`` from ``[N]``."""
+        """Set ``a`` from ``[N]``, and the temperatures that go with it."""
         for a, part in zip(self.parameters, values.split([len(a) for a in self.parameters]), strict=True):
             a.copy_(part)
+        factor = self._factor(values)
+        for s, places in self.temperatures:
+            s.copy_(factor[places] - 1)
 
 
 @dataclasses.dataclass
@@ -142,17 +181,22 @@ def measure_sensitivity(
     choose those that it flatters. From the weights of alpha = 1 + u the scores follow as ``(p^u - 1) / u``, up to a constant
     in each row, so that no alpha of the grid needs a pass of its own.
 
+    Where heads have a temperature, each takes the one of `SOFTENINGS` with the lowest cost, as a geometric mean over the grid;
+    it is kept in ``vector.softening``.
+
     The model must be in evaluation mode, with gradients for its alphas alone; the values of ``vector`` are changed.
     ``counts`` are the labels of each batch, ``loss`` is the mean over them.
     """
     total, places_of = len(vector), vector.places
-    kept, second = (torch.zeros(total, len(SHARES), dtype=torch.float64) for _ in range(2))
+    softenings = SOFTENINGS if vector.temperatures else SOFTENINGS[:1]
+    kept, second = (torch.zeros(total, len(SHARES), len(softenings), dtype=torch.float64) for _ in range(2))
     possible, heads = (torch.zeros(total, dtype=torch.float64) for _ in range(2))
     for places in places_of.values():
         heads.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
+    vector.softening.zero_()
     vector.set_(torch.full((total,), vector.bottom, dtype=torch.float64))
     for batch, count in zip(batches, counts, strict=True):
-        with record_attention(model) as seen:
+        with _in_the_graph(model), record_attention(model) as seen:
             value = loss(model, batch) * count
         names = [name for name, site in seen.sites.items() if site.name in places_of]
         gradients = torch.autograd.grad(value, [seen.weights[name] for name in names], allow_unused=True)
@@ -162,30 +206,57 @@ def measure_sensitivity(
             step = max(1, weights.shape[2] // ROWS)
             allowed = pairs[name][:, None, ::step]
             slope = gradient if gradient is None else gradient[:, :, ::step]
-            tried = _try_rows(weights[:, :, ::step], slope, allowed, vector)
+            tried = _try_rows(weights[:, :, ::step], slope, allowed, vector.grid, softenings)
             possible.index_add_(0, places, allowed.sum().double().cpu().expand(len(places)))
             kept.index_add_(0, places, tried[0].cpu())
             second.index_add_(0, places, tried[1].cpu() * step)
     # A module that never ran, or rows without a key: nothing to gain there.
-    density = torch.where(possible[:, None] > 0, kept / possible.clamp(min=1)[:, None], 1.0)
+    density = torch.where(possible[:, None, None] > 0, kept / possible.clamp(min=1)[:, None, None], 1.0)
     second = second.cummax(1).values  # what sharpens a row more does not matter less
+    # Relative to the costliest, so that heads without any cost, and grid places without a difference, decide nothing.
+    relative = second / second.amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    best = (relative + 1e-6).log().mean(1).argmin(1)
+    scaled = torch.zeros(total, dtype=torch.bool)
+    for _, places in vector.temperatures:
+        scaled[places] = True
+    best = best * scaled
+    vector.softening.copy_(torch.tensor(SOFTENINGS, dtype=torch.float64)[best])
+    chosen = best[:, None, None].expand(-1, len(SHARES), 1)
+    density, second = (values.gather(2, chosen)[..., 0] for values in (density, second))
     return Sensitivity(density, 0.5 * second / sum(counts), heads)
 
 
+@contextlib.contextmanager
+def _in_the_graph(model: PreTrainedModel) -> Iterator[None]:
+    """Compute attention from weights that the loss depends on: fused kernels form them for whoever looks, and for nobody else."""
+    heads = [own for site in attention_sites(model) if (own := heads_of(site)) is not None]
+    backends = [own.backend for own in heads]
+    try:
+        for own in heads:
+            own.backend = "torch"  # type: ignore[assignment]
+        yield
+    finally:
+        for own, backend in zip(heads, backends, strict=True):
+            own.backend = backend
+
+
 @torch.no_grad()
-def _try_rows(weights: Tensor, gradient: Tensor | None, allowed: Tensor, vector: AlphaVector) -> tuple[Tensor, Tensor]:
-    """Nonzero weights and sums of ``s_i^2`` at every alpha of the grid, ``[H, K]`` each."""
+def _try_rows(
+    weights: Tensor, gradient: Tensor | None, allowed: Tensor, grid: Sequence[float], softenings: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Nonzero weights and sums of ``s_i^2`` at every alpha of the grid and every softening, ``[H, K, R]`` each."""
     p = weights.float()
     inside = p > 0
-    u = vector.grid[0] - 1.0
+    u = grid[0] - 1.0
     powers = torch.where(inside, p, 1.0).log()
     scores = torch.where(inside, torch.expm1(u * powers) / u if u else powers, -math.inf)
     blind = ~inside.any(-1, keepdim=True)  # a query without a key
     scores = scores.masked_fill(blind, 0.0)
     kept, second = [], []
-    for index, alpha in enumerate(vector.grid):
-        q = p if index == 0 else entmax(scores, alpha, -1).masked_fill(blind, 0.0)
+    for alpha, r in itertools.product(grid, softenings):
+        q = p if alpha == grid[0] else entmax(scores / (1 + r * (alpha - 1)), alpha, -1).masked_fill(blind, 0.0)
         kept.append(((q > 0) & allowed).sum((0, 2, 3)).double())
         change = (q - p) * gradient.float() if gradient is not None else torch.zeros_like(p)
         second.append(change.sum(-1).double().square().sum((0, 2)))
-    return torch.stack(kept, -1), torch.stack(second, -1)
+    shape = (len(grid), len(softenings))
+    return torch.stack(kept, -1).unflatten(-1, shape), torch.stack(second, -1).unflatten(-1, shape)

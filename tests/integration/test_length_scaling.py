@@ -16,19 +16,20 @@ from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.scaled_query import KEPT_INPUT
 from hf_entmax.training import alpha_parameter_groups
 
-KINDS = ("log", "adaptive")
+KINDS = ("constant", "log", "adaptive")
 FAMILIES = list(tiny.FAMILIES)
 assert len(FAMILIES) >= 12
 
 
-def scaled(family, kind, init="paper", seed=0, **options):
+def scaled(family, kind, seed=0, **options):
     """A patched model whose length scaling matters, with numbers that differ from head to head."""
+    init = "identity" if kind == "constant" else "paper"
     model = patch_model(tiny.build(family), length_scaling=kind, length_scaling_init=init, **{"alpha": 1.5} | options)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if ".length_scaling." in name:
             with torch.no_grad():
-                parameter.add_(torch.rand(parameter.shape, generator=generator) * (0.5 if kind == "log" else 0.1))
+                parameter.add_(torch.rand(parameter.shape, generator=generator) * (0.1 if kind == "adaptive" else 0.5))
     return model
 
 
@@ -121,15 +122,18 @@ def test_packed_sequences_count_their_own_keys(kind):
     torch.testing.assert_close(packed, torch.cat(parts, 1), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family, window", [("llama", None), ("mistral", 3)])
-def test_the_equations_by_hand(family, window):
+@pytest.mark.parametrize(
+    "kind, family, window", [("log", "llama", None), ("log", "mistral", 3), ("constant", "llama", None)]
+)
+def test_the_equations_by_hand(kind, family, window):
     """Softmax with scalable softmax written out: n is the position from 1, and never more than the window."""
-    plain, model = tiny.build(family), scaled(family, "log", alpha=1.0)
+    plain, model = tiny.build(family), scaled(family, kind, alpha=1.0)
     batch = tiny.inputs(family, batch=2, length=8)
     log_n = torch.arange(1, 9).clamp(max=window or 9).float().log()
     for site, s in zip(attention_sites(plain), length_scalings(model)["decoder_self"]["s"], strict=True):
+        by_hand = log_n[:, None] * s if kind == "log" else 1 + s.expand(8, 4)
 
-        def scale(module, args, out, factor=log_n[:, None] * s):
+        def scale(module, args, out, factor=by_hand):
             return (out.view(2, 8, 4, -1) * factor[..., None]).view(out.shape)
 
         site.module.q_proj.register_forward_hook(scale)
@@ -171,7 +175,7 @@ def test_saved_and_loaded(kind, options, tmp_path):
     assert kept == ({torch.bfloat16} if options.get("alpha_dtype") == "auto" else {torch.float32})
     assert logits(half, batch).isfinite().all()
     card = (tmp_path / "README.md").read_text()
-    assert "scalable" in card and "of the heads [0, 2]" in card
+    assert ("temperature" if kind == "constant" else "scalable") in card and "of the heads [0, 2]" in card
     broken = copy.deepcopy(model)
     next(p for n, p in broken.named_parameters() if ".length_scaling." in n).data.view(-1)[0] = math.nan
     broken.save_pretrained(tmp_path / "broken")
@@ -250,6 +254,7 @@ def test_groups_of_a_fixed_alpha():
         ({"length_scaling": "linear"}, "choose from"),
         ({"length_scaling": "log", "length_scaling_init": "zero"}, "choose from"),
         ({"length_scaling_init": "paper"}, "no effect"),
+        ({"length_scaling": "constant", "length_scaling_init": "paper"}, "starts at the identity only"),
         ({"length_scaling_heads": [0]}, "no effect"),
         ({"length_scaling": "log", "length_scaling_heads": []}, "empty"),
         ({"length_scaling": "log", "length_scaling_heads": [0, 4]}, r"attn.*names \[4\].*heads 0 to 3"),
@@ -281,6 +286,8 @@ def test_the_report_says_it():
 
     statistics = collect(scaled("llama", "log"), [tiny.inputs("llama")])
     assert "s * log(n)" in next(finding.text for finding in summarize(statistics) if finding.topic == "length scaling")
+    said = summarize(collect(scaled("llama", "constant"), [tiny.inputs("llama")]))
+    assert "1 + s (a temperature per head" in next(f.text for f in said if f.topic == "length scaling")
     plain = collect(patch_model(tiny.build("llama")), [tiny.inputs("llama")])
     assert not any(finding.topic == "length scaling" for finding in summarize(plain))
 

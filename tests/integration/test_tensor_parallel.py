@@ -22,6 +22,7 @@ OPTIONS = {
     "one_layer": {"layers": [1]},
     "tied_model": {"tie": "model", "alpha_init": 1.4},
     "tied_layer": {"tie": "layer", "alpha_init": 1.4},
+    "constant": {"length_scaling": "constant", "length_scaling_heads": [1, 2]},
     "log": {"length_scaling": "log", "length_scaling_init": "paper", "length_scaling_heads": [0, 3]},
     "adaptive": {"alpha": 1.5, "length_scaling": "adaptive", "length_scaling_init": "paper"},
     "mapping": {"mapping": "sparsegen_lin", "mapping_options": {"lam": "learned"}},

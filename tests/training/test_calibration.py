@@ -11,6 +11,7 @@ from rich.console import Console
 
 import hf_entmax
 from hf_entmax import alphas, calibrate_alphas, patch_model, softmax_attention, unpatch_model
+from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.training.sensitivity import SHARES, AlphaVector, measure_sensitivity
 
 FAMILIES = {"llama": "decoder_self", "t5": "encoder_self", "bert": "encoder_self"}
@@ -48,9 +49,9 @@ def _mean(model, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [0.0, 0.02])
-def test_the_budget_holds_and_only_alphas_move(family, budget):
-    model = patch_model(_sharp(family)).train()
+@pytest.mark.parametrize("budget, scaling", [(0.0, "none"), (0.02, "none"), (0.02, "constant")])
+def test_the_budget_holds_and_only_alphas_move(family, budget, scaling):
+    model = patch_model(_sharp(family), length_scaling=scaling).train()
     batches = _batches(family)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -175,6 +176,7 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     vector = AlphaVector(model)
     batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
     table = measure_sensitivity(model, [batch], [24], lambda m, b: m(**b).loss, vector)
+    assert (table.cost[:, -1] > 0).all() and attention_sites(model)[0].module.entmax_norm.backend == "auto"
     place = 12
     # The first layer's scores do not depend on any alpha.
     vector.set_(torch.full((len(vector),), math.log(SHARES[place] / (1 - SHARES[place])), dtype=torch.float64))
@@ -185,6 +187,75 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     expected = ((weights > 0) & pairs[:, None]).sum((0, 2, 3)) / pairs.sum()
     assert torch.allclose(table.density[:4, place].float(), expected, atol=1e-6)
     assert (table.density[:, 0] == 1).all() and (table.density.diff(dim=1) <= 1e-9).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}])
+def test_temperatures_follow_the_alphas(options):
+    """The densities foreseen are those of the model, its slopes those of its loss, and other heads keep a factor of 1."""
+    model = patch_model(_sharp("llama"), length_scaling="constant", **options).eval()
+    vector = AlphaVector(model)
+    batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
+    loss = lambda m, b: m(**b).loss  # noqa: E731
+    table = measure_sensitivity(model, [batch], [24], loss, vector)
+    assert float(vector.softening.max()) > 0
+    place = 14
+    vector.set_(torch.full((len(vector),), math.log(SHARES[place] / (1 - SHARES[place])), dtype=torch.float64))
+    factor = 1 + hf_entmax.length_scalings(model)["decoder_self"]["s"]
+    expected = (1 / (1 + vector.softening * SHARES[place])).float().view(2, -1).expand(2, 4)
+    chosen = list(options.get("length_scaling_heads", range(4)))
+    assert torch.allclose(factor[:, chosen], expected[:, chosen], atol=1e-6)
+    if unscaled := [head for head in range(4) if head not in chosen]:
+        assert factor[:, unscaled].isnan().all() and (expected[:, unscaled] == 1).all()
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions[0]
+    pairs = torch.ones(weights.shape[-2:]).tril().bool().expand_as(weights)
+    kept = ((weights > 0) & pairs).float().sum((0, 2, 3)) / pairs[:, 0].sum()
+    if "tie" not in options:
+        assert torch.allclose(table.density[:4, place].float(), kept, atol=1e-6)
+    else:
+        assert float(table.density[0, place]) == pytest.approx(float(kept.mean()), abs=1e-6)
+    values = torch.linspace(-2, 0, len(vector), dtype=torch.float64)
+    vector.set_(values)
+    slope = vector.slope(loss(model, batch))
+    direction, step = torch.ones_like(values), 0.02
+    ends = []
+    for sign in (1, -1):
+        vector.set_(values + sign * step * direction)
+        with torch.no_grad():
+            ends.append(float(loss(model, batch)))
+    assert float(slope @ direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.05, abs=2e-5)
+
+
+def test_temperatures_buy_zeros():
+    """Labels are drawn from what the model itself predicts, so that whatever changes it costs something."""
+
+    def build(scaling):
+        model = _sharp("llama").eval()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(10)
+        return patch_model(model, length_scaling=scaling) if scaling else model
+
+    plain, generator, batches = build(None), torch.Generator().manual_seed(0), []
+    for _ in range(8):
+        ids = torch.randint(3, plain.config.vocab_size, (8, 24), generator=generator)
+        with torch.no_grad():
+            predicted = plain(input_ids=ids).logits.softmax(-1).flatten(0, 1)
+        labels = torch.multinomial(predicted, 1, generator=generator).view(8, 24).roll(1, 1)
+        batches.append({"input_ids": ids, "labels": labels})
+    without, found = (calibrate_alphas(build(scaling), batches, 0.05, steps=0) for scaling in ("none", "constant"))
+    assert found.mean_density < without.mean_density - 0.1
+    assert max(result.loss_after - result.loss_before for result in (without, found)) <= 0.05
+
+
+def test_temperatures_are_restored_on_failure():
+    model = patch_model(_sharp("llama"), length_scaling="constant", alpha_range=(1.6, 2.0), alpha_init=1.7)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if name.endswith("length_scaling.s")).fill_(0.25)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rising = lambda m, batch: m(**batch).loss + (alphas(m)["decoder_self"].mean() - 1)  # noqa: E731
+    with pytest.raises(ValueError, match="left as it was"):
+        calibrate_alphas(model, _batches("llama"), 0.001, loss=rising)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_decoder_that_does_not_shift_its_labels():
