@@ -19,7 +19,7 @@ from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact import KeySketch
 from hf_entmax.ops.exact.attention import exact_attend
 from hf_entmax.ops.exact.bounds import candidate_keys
-from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import traced
 from hf_entmax.ops.sparse_rows import SparseRows
 
@@ -107,7 +107,6 @@ class ExactSparseLayer(GrowingLayer):
         value: Tensor,
         alpha: float | Tensor,
         options: AttentionOptions,
-        sink: Tensor | None,
         backend: Backend,
     ) -> tuple[Tensor, Tensor | SparseRows | None]:
         """`hf_entmax.ops.attention.attend` over keys of this layer, reading only those that may have weight.
@@ -119,11 +118,10 @@ class ExactSparseLayer(GrowingLayer):
             value: likewise.
             alpha: of the module's heads.
             options: as for `attend`.
-            sink: ``[H]``, the score of one more key without a value, or None.
             backend: as for `attend`.
 
         Returns:
-            The output ``[B, H, T_q, D_v]``, and weights where they were asked for, the sink's among them.
+            The output ``[B, H, T_q, D_v]``, and weights where they were asked for.
 
         Raises:
             ValueError: if the cache was filled by another model, with another alpha or without the plugin, or if the
@@ -134,16 +132,14 @@ class ExactSparseLayer(GrowingLayer):
         why = None if prompt else self._why_dense(key, alpha, options)
         if prompt or why is not None:
             if why is not None and not traced():
-                self.tally.add_dense(why, visible_pairs(query, key, options))
-            if sink is not None:
-                key, value, options = append_sink(query, key, value, sink, options)
+                self.tally.add_dense(why, _count_pairs(query, key, options))
             return attend(query, key, value, alpha, options, backend)
         key, value = self._key[:, :, : self._end], self._value[:, :, : self._end]  # type: ignore[index]
         options = _shifted(options, self._first, key)
         self._heed_changes()
         runs = self.choice.runs()
         self._sketches = {run: sketch for run, sketch in self._sketches.items() if run in runs}
-        parts = [self._attend_part(run, query, key, value, alpha, options, sink, backend) for run in runs]
+        parts = [self._attend_part(run, query, key, value, alpha, options, backend) for run in runs]
         step = torch.cat([step for _, step in parts], -1)
         self.tally.add(step)
         self.choice.saw(step[:2], 8 * key.element_size())
@@ -157,7 +153,6 @@ class ExactSparseLayer(GrowingLayer):
         value: Tensor,
         alpha: float | Tensor,
         options: AttentionOptions,
-        sink: Tensor | None,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         """The output of neighbouring key heads of the same bits, and their counts ``[3, heads]``, nonzero -1 if not known."""
@@ -167,21 +162,19 @@ class ExactSparseLayer(GrowingLayer):
             heads = slice(first * group, last * group)
             query, key, value = query[:, heads], key[:, first:last], value[:, first:last]
             alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
-            sink = sink[heads] if sink is not None and sink.numel() > 1 else sink
             by_head = {n: t for n, t in options.tensors().items() if n != "key_padding_mask" and t.dim() > 2}
             by_head = {name: term[..., heads, :, :] for name, term in by_head.items() if term.shape[-3] > 1}
-            options = dataclasses.replace(options, **by_head)
+            sink = None if options.sink is None else options.sink[heads]
+            options = dataclasses.replace(options, **by_head, sink=sink)
         if bits is None:
-            pairs = visible_pairs(query, key, options)
-            if sink is not None:
-                key, value, options = append_sink(query, key, value, sink, options)
+            pairs = _count_pairs(query, key, options)
             out, _ = attend(query, key, value, alpha, options, backend)
             return out, torch.stack([pairs, pairs, torch.full_like(pairs, -1)])
         sketch = self._sketched(first, last, bits)
-        out, counts = exact_attend(query, sketch, key, value, alpha, options, sink, backend)
+        out, counts = exact_attend(query, sketch, key, value, alpha, options, backend)
         step = torch.stack(counts).sum(1)
         if self.plan.verify:
-            self._verify(query, sketch, key, value, alpha, options, sink, out, step[2])
+            self._verify(query, sketch, key, value, alpha, options, out, step[2])
         return out, step
 
     def _admit(self, module: nn.Module, alpha: float | Tensor) -> None:
@@ -258,7 +251,6 @@ class ExactSparseLayer(GrowingLayer):
         value: Tensor,
         alpha: float | Tensor,
         options: AttentionOptions,
-        sink: Tensor | None,
         out: Tensor,
         nonzero: Tensor,
     ) -> None:
@@ -269,15 +261,12 @@ class ExactSparseLayer(GrowingLayer):
                 weights that float32 may round to zero are not counted, or the outputs differ by more than rounding.
         """
         u = torch.as_tensor(alpha, device=query.device).double().expand(query.shape[1]) - 1
-        visible, read = candidate_keys(query, sketch, key, u, options, sink)
+        visible, read = candidate_keys(query, sketch, key, u, options)
         wide = {name: t.double() if t.is_floating_point() else t for name, t in options.tensors().items()}
-        options = dataclasses.replace(options, **wide, need_weights=True)
-        given = query.double(), key.double(), value.double()
-        if sink is not None:
-            *last, options = append_sink(*given, sink.double(), options)
-            given = given[0], *last
-        expected, weights = attend(*given, alpha, options, "torch")  # type: ignore[arg-type]
-        weights = weights[..., : key.shape[2]]  # type: ignore[index]
+        sink = None if options.sink is None else options.sink.double()
+        options = dataclasses.replace(options, **wide, sink=sink, need_weights=True)
+        expected, weights = attend(query.double(), key.double(), value.double(), alpha, options, "torch")
+        assert isinstance(weights, Tensor)
         dropped = int(((weights > 0) & visible & ~read).sum())
         dropped += int(((weights > _TINY_WEIGHT).sum((0, 2, 3)) - nonzero).clamp(min=0).sum())
         largest = value.double().nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-30)
@@ -309,13 +298,9 @@ class ExactSparseLayer(GrowingLayer):
         return self.tally.certificate(self.name, bits, sum(sizes), held)
 
 
-def visible_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+def _count_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
     """int64 ``[H]``: pairs of a query and a key that it may attend to, over the batch."""
-    batch, heads, length_q, _ = query.shape
-    allowed = options.visible(length_q, key.shape[2], query.device)
-    if allowed is None:
-        return torch.full((heads,), batch * length_q * key.shape[2], device=query.device)
-    return allowed.expand(batch, heads, length_q, key.shape[2]).sum((0, 2, 3))
+    return options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3]).sum((0, 2))
 
 
 def _shifted(options: AttentionOptions, more: int, key: Tensor) -> AttentionOptions:

@@ -22,7 +22,7 @@ from hf_entmax.integration.scaled_query import scaled_query
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable import mapped_attention
-from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
@@ -44,8 +44,7 @@ def hand_out(key: Tensor, layer: Any) -> Tensor:
 
     Args:
         key: ``[B, H_kv, T_k, D]``.
-        layer: has ``attend(module, query, key, value, alpha, options, sink, backend)``, equal to
-            `hf_entmax.ops.attention.attend` after `append_sink`.
+        layer: has ``attend(module, query, key, value, alpha, options, backend)``, equal to `hf_entmax.ops.attention.attend`.
 
     Returns:
         The same tensor.
@@ -113,6 +112,11 @@ def entmax_attention_forward(
     key_length = key.shape[-2]
     if attention_mask is not None and attention_mask.shape[-1] > key_length:
         attention_mask = attention_mask[..., :key_length]
+    sink = s_aux if s_aux is not None else sinks
+    if sink is not None and softcap is not None:
+        raise ValueError(
+            "Attention sinks together with softcap are not supported: the sink's score must not be capped."
+        )
     options = AttentionOptions(
         attention_mask=attention_mask,
         position_bias=position_bias,
@@ -122,6 +126,7 @@ def entmax_attention_forward(
         scaling=scaling,
         dropout=dropout,
         need_weights=_weights_wanted(module, kwargs, observers),
+        sink=None if sink is None else sink.reshape(-1),
         alpha_max=_alpha_max(heads),
     )
     if isinstance(attention_mask, StructuredMask):
@@ -136,16 +141,9 @@ def entmax_attention_forward(
     _warn_of_packing(kwargs.get("position_ids"), options, query.shape[-2], key_length)
     mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
     query = scaled_query(module, heads, query, key_length, options, mesh)
-    sink = s_aux if s_aux is not None else sinks
-    if sink is not None and softcap is not None:
-        raise ValueError(
-            "Attention sinks together with softcap are not supported: the sink's score must not be capped."
-        )
     if mesh is not None:  # sparse rows cannot be gathered
         options = dataclasses.replace(options, need_weights=bool(options.need_weights))
-    out, weights = _attend(module, heads, query, key, value, options, sink, mesh)
-    if weights is not None and sink is not None:
-        weights = weights.first_keys(key_length) if isinstance(weights, SparseRows) else weights[..., :key_length]
+    out, weights = _attend(module, heads, query, key, value, options, mesh)
     out = out.transpose(1, 2).contiguous()
     if mesh is not None and weights is not None:
         weights = of_all_heads(weights, mesh, 1)  # type: ignore[arg-type]
@@ -166,7 +164,6 @@ def _attend(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    sink: Tensor | None,
     mesh: DeviceMesh | None,
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     # PEFT may have wrapped it; calling the wrapper gives the trained copy.
@@ -176,9 +173,7 @@ def _attend(
     backend: Backend = "torch" if heads is None else getattr(kind, "backend", "auto")
     layer = getattr(key, _CACHE_LAYER, None)
     if layer is not None and not isinstance(kind, MappingOptions):
-        return layer.attend(module, query, key, value, numbers, options, sink, backend)
-    if sink is not None:
-        key, value, options = append_sink(query, key, value, sink, options)
+        return layer.attend(module, query, key, value, numbers, options, backend)
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)

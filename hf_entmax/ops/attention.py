@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_entmax.ops import backends
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.mapping import check_alpha
-from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.sparse_rows import SparseRows
 
 
@@ -81,17 +81,8 @@ def entmax_attention(
         >>> weights.sum(-1).allclose(torch.ones(2, 4, 5)), bool((weights[:, 3] == 0).any())
         (True, True)
     """
-    options = AttentionOptions(
-        attention_mask=attention_mask,
-        key_padding_mask=key_padding_mask,
-        position_bias=position_bias,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        scaling=scaling,
-        dropout=dropout,
-        need_weights=need_weights,
-    )
+    terms = (attention_mask, key_padding_mask, position_bias)
+    options = AttentionOptions(*terms, is_causal, sliding_window, softcap, scaling, dropout, need_weights)
     return attend(query, key, value, alpha, options, backend)
 
 
@@ -103,11 +94,20 @@ def attend(
     options: AttentionOptions,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    """`entmax_attention` with its keyword arguments in a record."""
+    """`entmax_attention` with its keyword arguments in a record, which may have a sink; weights are those of the keys alone."""
     options.check(query, key, value)
-    alpha = head_alpha(alpha, query.shape[1])
+    alpha, keys = head_alpha(alpha, query.shape[1]), key.shape[2]
+    key, value, options = append_sink(query, key, value, options)
     kernel = backends.choose(backend, query, key, value, alpha, options)
-    return kernel(query, key, value, alpha, options)
+    out, weights = kernel(query, key, value, alpha, options)
+    return out, of_keys(weights, keys)
+
+
+def of_keys(weights: Tensor | SparseRows | None, keys: int) -> Tensor | SparseRows | None:
+    """Weights without those of a sink behind the keys."""
+    if weights is None or weights.shape[3] == keys:
+        return weights
+    return weights.first_keys(keys) if isinstance(weights, SparseRows) else weights[..., :keys]
 
 
 def head_alpha(alpha: float | Tensor, heads: int) -> float | Tensor:

@@ -37,6 +37,7 @@ class AttentionOptions:
         scaling: factor of the scores; ``D ** -0.5`` if None.
         dropout: probability of dropping a weight, from 0 to ``1 - 2**-24``; applied whenever it is above 0.
         need_weights: whether to return the weights; ``"sparse"`` allows `hf_entmax.ops.SparseRows`.
+        sink: floating ``[H]``, the score of one more key that every query sees, whose value is 0; it comes after the cap.
         alpha_max: the caller's promise that no alpha is above it; up to 2 it spares graphs a solver.
 
     Raises:
@@ -53,6 +54,7 @@ class AttentionOptions:
     scaling: float | None = None
     dropout: float = 0.0
     need_weights: bool | Literal["sparse"] = False
+    sink: Tensor | None = None
     alpha_max: float = math.inf
 
     def __post_init__(self) -> None:
@@ -116,13 +118,15 @@ class AttentionOptions:
                 raise ValueError(
                     f"key_padding_mask has shape {tuple(padding.shape)}, but must have [B, T_k] = {(batch, keys)}."
                 )
+        if self.sink is not None:
+            _check_sink(self.sink, query)
 
     def scale(self, head_dim: int) -> float:
         """The factor of the scores."""
         return head_dim**-0.5 if self.scaling is None else float(self.scaling)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors among the options, by name."""
+        """The tensors among the options that broadcast over keys, by name: all but the sink."""
         given = {
             "attention_mask": self.attention_mask,
             "key_padding_mask": self.key_padding_mask,
@@ -176,6 +180,12 @@ class AttentionOptions:
                 allowed = _both(allowed, mask if mask.dtype == torch.bool else mask > masked_below(mask.dtype))
         return allowed
 
+    def visible_pairs(self, query: Tensor, key: Tensor) -> Tensor:
+        """The same for tensors of a call, as bool ``[B, H, T_q, T_k]`` in any case, a view."""
+        allowed = self.visible(query.shape[2], key.shape[2], query.device)
+        allowed = query.new_ones(1, dtype=torch.bool) if allowed is None else allowed
+        return allowed.expand(*query.shape[:3], key.shape[2])
+
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """How many keys each query may attend to.
 
@@ -209,13 +219,16 @@ class AttentionOptions:
 
 
 def append_sink(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, options: AttentionOptions
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, AttentionOptions]:
-    """Write an attention sink, a score per head ``[H]``, as one more key of zeros with that as position bias and a value of zeros.
+    """Write the sink, where there is one, as one more key of zeros with its score as position bias and a value of zeros.
 
     Returns:
         Key, value and options with it; zeros stay zeros under a softcap, and the bias comes after it.
     """
+    sink = options.sink
+    if sink is None:
+        return key, value, options
     length_q, length_k = query.shape[-2], key.shape[-2]
     # Of four dimensions: a broadcast head is not the batch, a broadcast key not the sink.
     given = {"attention_mask": options.attention_mask, "position_bias": options.position_bias}
@@ -248,12 +261,23 @@ def append_sink(
         position_bias=torch.cat([bias, score], -1),
         is_causal=False,
         sliding_window=None,
+        sink=None,
     )
     return torch.nn.functional.pad(key, (0, 0, 0, 1)), torch.nn.functional.pad(value, (0, 0, 0, 1)), options
 
 
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first & second
+
+
+def _check_sink(sink: Tensor, query: Tensor) -> None:
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        given = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a floating tensor [H] = [{query.shape[1]}] (or None), not {given}.")
+    if sink.shape != query.shape[1:2]:
+        raise ValueError(f"sink has shape {tuple(sink.shape)}, but must have [H] = [{query.shape[1]}].")
+    if sink.device != query.device:
+        raise ValueError(f"sink is on {sink.device}, but query on {query.device}: move one of them.")
 
 
 def _check_addend(name: str, tensor: Tensor | None, shape: tuple[int, ...], *, allow_bool: bool) -> None:

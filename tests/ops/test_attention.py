@@ -324,7 +324,7 @@ def test_a_sink_beside_limits_of_every_shape_that_broadcasts(limits):
     wide = {name: tensor if isinstance(tensor, bool) else tensor.expand(2, 4, 3, 5) for name, tensor in limits.items()}
     outs = []
     for given in (limits, wide):
-        new_key, new_value, options = append_sink(query, key, value, sink, AttentionOptions(**given))
+        new_key, new_value, options = append_sink(query, key, value, AttentionOptions(**given, sink=sink))
         outs.append(attend(query, new_key, new_value, 1.5, dataclasses.replace(options, need_weights=True), "torch"))
     torch.testing.assert_close(outs[0], outs[1])
     assert (outs[0][1][..., 5] > 0).any()

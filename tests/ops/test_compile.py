@@ -1,6 +1,7 @@
 """The torch path under compilers and function transforms."""
 
 import pytest
+import reference
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -10,7 +11,6 @@ from hf_entmax.ops import (
     entmax_attention,
     exact_sparse_attention,
     opaque,
-    reference,
     sketch_keys,
     solve,
 )

@@ -85,7 +85,7 @@ def test_never_a_wrong_zero(kind, backend):
             assert bool((counts.total == length * T).all())
             if backend == "torch":
                 u = torch.full((H,), alpha - 1, dtype=torch.float64)
-                candidates = candidate_keys(query, sketch, key, u, AttentionOptions(), None)[1]
+                candidates = candidate_keys(query, sketch, key, u, AttentionOptions())[1]
                 assert not bool((~candidates & (expected > 0)).any())
             else:
                 assert not bool(((weights == 0) & (expected > 10 * close)).any())

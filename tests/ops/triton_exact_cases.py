@@ -31,7 +31,7 @@ def draw(queries=1, batch=1, head_dim=D, value_dim=9, sharpness=3.0):
 def oracle(query, key, value, alpha, sink=None, **options):
     given = query.double(), key.double(), value.double()
     if sink is not None:
-        *last, with_sink = append_sink(*given, sink.double(), AttentionOptions(**options))
+        *last, with_sink = append_sink(*given, AttentionOptions(**options, sink=sink.double()))
         given, options = (
             (given[0], *last),
             {name: getattr(with_sink, name) for name in ("attention_mask", "position_bias", "softcap")},

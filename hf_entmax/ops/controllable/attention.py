@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.attention import attend
+from hf_entmax.ops.attention import attend, of_keys
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
 from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
 from hf_entmax.ops.dense import dense_attention, without_nonfinite
-from hf_entmax.ops.options import AttentionOptions
+from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.simplex import as_rows
 from hf_entmax.ops.solve import masked_below
 from hf_entmax.ops.sparse_rows import SparseRows
@@ -254,14 +254,18 @@ def mapped_attention(
         ValueError: if shapes do not fit together, or ``backend`` names a kernel and the mapping has none.
     """
     options.check(query, key, value)
+    keys = key.shape[2]
+    key, value, options = append_sink(query, key, value, options)
     scaled = as_sparsemax_attention(name, values, query, key, options)
     if scaled is not None:
         query, options = scaled
-        return attend(query, key, value, _SPARSEMAX, options, backend)
+        out, weights = attend(query, key, value, _SPARSEMAX, options, backend)
+        return out, of_keys(weights, keys)
     if backend not in ("auto", "torch"):
         raise ValueError(
             f"backend={backend!r} cannot compute mapping={name!r} (with softcap={options.softcap!r}): only "
             "scaled sparsemax has a fused kernel. Use backend='auto' or 'torch'."
         )
     weights = attention_mapping(name).weights
-    return dense_attention(query, key, value, lambda scores, mask: weights(scores, mask, **values), options)
+    out, found = dense_attention(query, key, value, lambda scores, mask: weights(scores, mask, **values), options)
+    return out, of_keys(found, keys)

@@ -16,7 +16,7 @@ from hf_entmax.ops.attention import attend, head_alpha
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.exact.sketch import KeySketch
-from hf_entmax.ops.options import AttentionOptions, append_sink
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
@@ -96,18 +96,10 @@ def exact_sparse_attention(
         >>> out.allclose(expected, atol=1e-6), bool((counts.read < counts.total).all())
         (True, True)
     """
-    options = AttentionOptions(
-        attention_mask=attention_mask,
-        key_padding_mask=key_padding_mask,
-        position_bias=position_bias,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        scaling=scaling,
-    )
-    if torch.compiler.is_dynamo_compiling():
-        return _outside_of_graphs()(query, sketch, key, value, alpha, options, sink, backend)
-    return exact_attend(query, sketch, key, value, alpha, options, sink, backend)
+    terms = (attention_mask, key_padding_mask, position_bias)
+    options = AttentionOptions(*terms, is_causal, sliding_window, softcap, scaling, sink=sink)
+    run = _outside_of_graphs() if torch.compiler.is_dynamo_compiling() else exact_attend
+    return run(query, sketch, key, value, alpha, options, backend)
 
 
 def exact_attend(
@@ -117,7 +109,6 @@ def exact_attend(
     value: Tensor,
     alpha: float | Tensor,
     options: AttentionOptions,
-    sink: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, SparseCounts]:
     """`exact_sparse_attention` with its keyword arguments in a record, which asks for neither dropout nor weights."""
@@ -129,8 +120,7 @@ def exact_attend(
     options.check(query, key, value)
     sketch.check(key)
     alpha = head_alpha(alpha, query.shape[1])
-    _check_sink(sink, query)
-    tensors = [query, key, value, alpha, sink, *options.tensors().values()]
+    tensors = [query, key, value, alpha, options.sink, *options.tensors().values()]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(
             "exact_sparse_attention has no gradient, but an argument requires one. Call it under torch.no_grad(), or call "
@@ -139,28 +129,27 @@ def exact_attend(
     module = backends.kernel_module(backend, query, key, value, alpha, options)
     kernel = getattr(module, "exact_sparse_attention", None)
     if not (backends.plain(query) and values_visible(query)):
-        return _dense(query, key, value, alpha, options, sink, backend)
+        return _dense(query, key, value, alpha, options, backend)
     if kernel is not None and query.shape[2] <= _FEW_QUERIES and 0 not in (query.numel(), key.numel()):
-        out, counts = kernel(query, sketch, key, value, alpha, options, sink)
+        out, counts = kernel(query, sketch, key, value, alpha, options)
         return out, SparseCounts(*counts)
-    return gathered_attention(query, sketch, key, value, alpha, options, sink, backend)
+    return _gathered(query, sketch, key, value, alpha, options, backend)
 
 
-def gathered_attention(
+def _gathered(
     query: Tensor,
     sketch: KeySketch,
     key: Tensor,
     value: Tensor,
     alpha: float | Tensor,
     options: AttentionOptions,
-    sink: Tensor | None,
     backend: Backend,
 ) -> tuple[Tensor, SparseCounts]:
     """The same by plain operations: candidates of all heads that share a key head are gathered and attended to."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
     u = torch.as_tensor(alpha, device=query.device).double().expand(heads) - 1
-    visible, candidates = candidate_keys(query, sketch, key, u, options, sink)
+    visible, candidates = candidate_keys(query, sketch, key, u, options)
     total, read = visible.sum((-1, -2)), candidates.sum((-1, -2))
     wanted = candidates.reshape(batch, kv_heads, heads // kv_heads * queries, keys).any(2)
     width = int(wanted.sum(-1).max()) if wanted.numel() else 0
@@ -182,47 +171,22 @@ def gathered_attention(
         sliding_window=None,
         need_weights="sparse",
     ).restricted(attended)
-    if sink is not None:
-        key, value, chosen = append_sink(query, key, value, sink, chosen)
     out, weights = attend(query, key, value, alpha, chosen, backend)
     if isinstance(weights, SparseRows):
         weights = weights.dense()
     assert weights is not None
     # A row of NaN has them at the keys as well that it was filled up with.
-    return out, SparseCounts(total, read, ((weights[..., :width] != 0) & attended).sum((-1, -2)))
+    return out, SparseCounts(total, read, ((weights != 0) & attended).sum((-1, -2)))
 
 
 def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    options: AttentionOptions,
-    sink: Tensor | None,
-    backend: Backend,
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions, backend: Backend
 ) -> tuple[Tensor, SparseCounts]:
     """The same where values cannot be looked at: every visible key is read."""
-    keys = key.shape[2]
-    visible = options.visible(query.shape[2], keys, query.device)
-    visible = query.new_ones(1, dtype=torch.bool) if visible is None else visible
-    visible = visible.expand(*query.shape[:3], keys)
-    if sink is not None:
-        key, value, options = append_sink(query, key, value, sink, options)
+    visible = options.visible_pairs(query, key)
     out, weights = attend(query, key, value, alpha, dataclasses.replace(options, need_weights=True), backend)
     total = visible.sum((-1, -2))
-    return out, SparseCounts(total, total, ((weights[..., :keys] != 0) & visible).sum((-1, -2)))  # type: ignore[index]
-
-
-def _check_sink(sink: Tensor | None, query: Tensor) -> None:
-    if sink is None:
-        return
-    if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        given = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"sink must be a floating tensor [H] = [{query.shape[1]}] (or None), not {given}.")
-    if sink.shape != query.shape[1:2]:
-        raise ValueError(f"sink has shape {tuple(sink.shape)}, but must have [H] = [{query.shape[1]}].")
-    if sink.device != query.device:
-        raise ValueError(f"sink is on {sink.device}, but query on {query.device}: move one of them.")
+    return out, SparseCounts(total, total, ((weights != 0) & visible).sum((-1, -2)))  # type: ignore[operator,union-attr]
 
 
 # A compiler runs this while it traces, and breaks its graph at what is returned; it is no decorator, since that would import

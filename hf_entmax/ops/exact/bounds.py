@@ -47,12 +47,7 @@ def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dt
 
 
 def candidate_keys(
-    query: Tensor,
-    sketch: KeySketch,
-    key: Tensor,
-    u: Tensor,
-    options: AttentionOptions,
-    sink: Tensor | None,
+    query: Tensor, sketch: KeySketch, key: Tensor, u: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Which keys each query may attend to, and which of these may have weight.
 
@@ -62,23 +57,16 @@ def candidate_keys(
         key: ``[B, H_kv, T_k, D]``; only what the sketch does not cover is read.
         u: ``alpha - 1``, ``[H]``.
         options: of the call.
-        sink: one more score ``[H]`` without a value, or None.
 
     Returns:
         Two bool ``[B, H, T_q, T_k]``: visible keys, and candidates.
     """
     batch, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1:3]
-    wide = compute_dtype(query.dtype)
-    shape = (batch, heads, queries, keys)
-    visible = options.visible(queries, keys, query.device)
-    visible = query.new_ones(1, dtype=torch.bool) if visible is None else visible
-    visible = visible.expand(shape)
+    wide, visible = compute_dtype(query.dtype), options.visible_pairs(query, key)
     if not visible.numel():
         return visible, visible
-    stacked = (query.to(wide) * options.scale(head_dim)).reshape(batch, kv_heads, -1, head_dim)
-    upper, width = _bounds(stacked, sketch, key, query.dtype)
-    upper, width = upper.reshape(shape), width.reshape(shape)
+    stacked = (query.to(wide) * options.scale(head_dim)).reshape(batch, key.shape[1], -1, head_dim)
+    upper, width = (bound.reshape(visible.shape) for bound in _bounds(stacked, sketch, key, query.dtype))
     unknown = ~(width < math.inf) | upper.isnan()
     softcap = options.softcap or 0.0
     if softcap:
@@ -88,9 +76,9 @@ def candidate_keys(
     lower = torch.where(visible & ~unknown, upper - width, -math.inf)
     rows = lower.flatten(0, 2)
     u = u.to(wide)[:, None].expand(batch, heads, queries).reshape(-1, 1)
-    if sink is not None:
-        rows = torch.cat((rows, sink.to(wide)[:, None].expand(batch, heads, queries).reshape(-1, 1)), -1)
-    threshold = threshold_below(rows, u, softcap, query.dtype).view(*shape[:3], 1)
+    if options.sink is not None:
+        rows = torch.cat((rows, options.sink.to(wide)[:, None].expand(batch, heads, queries).reshape(-1, 1)), -1)
+    threshold = threshold_below(rows, u, softcap, query.dtype).view(batch, heads, queries, 1)
     # Not `upper > threshold`, which is False for NaN.
     return visible, visible & (unknown | ~(upper <= threshold))
 

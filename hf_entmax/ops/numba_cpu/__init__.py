@@ -135,7 +135,6 @@ def exact_sparse_attention(
     value: Tensor,
     alpha: float | Tensor,
     options: AttentionOptions,
-    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`hf_entmax.ops.exact_sparse_attention` on the CPU: the output, and its counts as one int64 tensor ``[3, B, H]``.
 
@@ -146,7 +145,7 @@ def exact_sparse_attention(
     if not isinstance(alpha, Tensor):
         alpha = torch.tensor(float(alpha), dtype=torch.float64)
     mask, bias = _with_infinities(options.attention_mask), _with_infinities(options.position_bias)
-    return attend(query, sketch, key, value, alpha, mask, bias, options, sink)
+    return attend(query, sketch, key, value, alpha, mask, bias, options)
 
 
 def _with_infinities(term: Tensor | None) -> Tensor | None:

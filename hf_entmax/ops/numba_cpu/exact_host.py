@@ -41,7 +41,6 @@ def attend(
     mask: Tensor | None,
     bias: Tensor | None,
     options: AttentionOptions,
-    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output, and int64 ``[3, B, H]``: visible, read and nonzero keys. Mask and bias hide by ``-inf``; there is at least one key."""
     batch, heads, queries, _ = query.shape
@@ -72,7 +71,7 @@ def attend(
         r.bias, (r.bias_b, r.bias_h, r.bias_t) = _place(terms[1])
     if limits is not None:
         r.key_limits = limits.ctypes.data
-    sinks = None if sink is None else sink.detach().double().contiguous()
+    sinks = None if options.sink is None else options.sink.detach().double().contiguous()
     if sinks is not None:
         r.sinks = sinks.data_ptr()
     r.alpha, r.solvers = alphas.data_ptr(), solvers.ctypes.data

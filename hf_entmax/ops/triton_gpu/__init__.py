@@ -153,7 +153,6 @@ def exact_sparse_attention(
     value: Tensor,
     alpha: float | Tensor,
     options: AttentionOptions,
-    sink: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """`hf_entmax.ops.exact_sparse_attention` by two kernels: the output, and its counts.
 
@@ -179,7 +178,7 @@ def exact_sparse_attention(
         options.scale(query.shape[3]),
         0.0,
     )
-    out, (read, nonzero) = exact_host.attend(inputs, sketch, sink)
+    out, (read, nonzero) = exact_host.attend(inputs, sketch, options.sink)
     visible = options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3])
     return out, (visible.sum(-1), read.sum(-1), nonzero.sum(-1))
 

@@ -9,6 +9,7 @@ specialised as in a real launch, and tensors stay on the CPU. Kernels end up in 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -139,9 +140,10 @@ def decode(case: Case) -> None:
     from hf_entmax.ops import sketch_keys, triton_gpu
 
     query, key, value, alpha, options = arguments(case)
+    with_sink = dataclasses.replace(options, sink=torch.zeros(case.heads))
     for bits in (4, 6):
         sketch = sketch_keys(key.detach(), bits)
-        triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, options, torch.zeros(case.heads))
+        triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, with_sink)
 
 
 def attend(case: Case) -> None:
