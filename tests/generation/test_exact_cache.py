@@ -171,9 +171,9 @@ def test_dropout_is_not_left_out():
         *layer.update(torch.randn(value.shape), value),
         1.5,
     )
-    out, _ = layer.attend(*given, AttentionOptions(), None, "auto")
+    out, _ = layer.attend(*given, AttentionOptions(), "auto")
     assert torch.allclose(out, torch.ones(()))
-    out, _ = layer.attend(*given, AttentionOptions(dropout=0.9), None, "auto")
+    out, _ = layer.attend(*given, AttentionOptions(dropout=0.9), "auto")
     assert float((out - 1).abs().min()) > 0.01 and layer.tally.dense_steps == {"dropout": 1}
 
 
