@@ -15,7 +15,7 @@ later parts use). A second run with the same ``--out`` leaves alone what is done
 The image may be older than the package: `ops` and `losses` need no Transformers. The parts that need Transformers 5.18 say so and
 stop; to have them, install the wheels of transformers, tokenizers and huggingface_hub beforehand.
 
-What the time should be, before anything is measured: see `recipes.benchmarks.gpu.costs`.
+What the time should be, before anything is measured: see `recipes.benchmarks.gpu.profile`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,11 +64,8 @@ LEAST = 20.0
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.gpu", description=__doc__, formatter_class=raw)
     parser.add_argument("--out", type=Path, required=True, help="folder of what is found")
     parser.add_argument("--minutes", type=float, default=25.0, help="budget of this run")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[name for name in PARTS if name not in EXTRA])
@@ -79,14 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
     out = given.out.resolve()
     smollm2 = given.smollm2.resolve() if given.smollm2 else None
     if given.only:
-        setting = Setting(out, given.tiny, 60 * given.minutes, smollm2)
-        importlib.import_module(f"recipes.benchmarks.gpu.{PARTS[given.only].module}").run(
-            Rows(out, given.only), setting
-        )
+        part = importlib.import_module(f"recipes.benchmarks.gpu.{PARTS[given.only].module}")
+        part.run(Rows(out, given.only), Setting(out, given.tiny, 60 * given.minutes, smollm2))
         return
     end = time.monotonic() + 60 * given.minutes
-    order = [name for name in PARTS if name in given.parts]
-    for name in order:
+    for name in [name for name in PARTS if name in given.parts]:
         run_part(name, out, given.tiny, smollm2, end)
     summary(out)
 
@@ -119,17 +114,14 @@ def run_part(name: str, out: Path, tiny: bool, smollm2: Path | None, end: float)
                 process.wait()
         rows = Rows(out, name, "cut" if code is None else "crashed")
         if code is None:
-            rows.write(
-                "whole part", "cut", reason=f"its {limit:.0f} s were over; a further run goes on with what is left"
-            )
-            return
-        if code == 0 and "cut" in (status for case, status in rows.seen.items() if case != "whole part"):
-            rows.write("whole part", "cut", reason="the time of a case was over; a further run tries it again")
-            return
-        if code == 0:
-            rows.write("whole part", "finished")
-            return
-        rows.write("whole part", "crashed", reason=f"exit status {code}; see log.txt")
+            reason = f"its {limit:.0f} s were over; a further run goes on with what is left"
+            return rows.write("whole part", "cut", reason=reason)
+        if code:
+            rows.write("whole part", "crashed", reason=f"exit status {code}; see log.txt")
+            continue
+        if "cut" in (status for case, status in rows.seen.items() if case != "whole part"):
+            return rows.write("whole part", "cut", reason="the time of a case was over; a further run tries it again")
+        return rows.write("whole part", "finished")
     rows.write("whole part", "given up", reason=f"it crashed {part.tries} times")
 
 
@@ -153,20 +145,17 @@ def environment(out: Path, tiny: bool) -> dict[str, str]:
 def summary(out: Path) -> None:
     """Print what came out: each part, what went wrong, and each figure that has a goal."""
     latest = {(line["part"], line["case"]): line for line in read(out)}
+    cases = [key for key in latest if key[1] != "whole part"]
     for (part, case), line in latest.items():
         if case == "whole part":
-            counts: dict[str, int] = {}
-            for (owner, name), other in latest.items():
-                if owner == part and name != "whole part":
-                    counts[other["status"]] = counts.get(other["status"], 0) + 1
+            counts = dict(Counter(latest[key]["status"] for key in cases if key[0] == part))
             print(f"{part:12s} {line['status']:9s} {counts} {line.get('reason', '')}")
     for (part, case), line in latest.items():
         if line["status"] in ("failed", "crashed", "wrong") and case != "whole part":
             print(f"{line['status'].upper()} {part}: {case}: {line.get('reason', '')[:200]}")
         for name, goal in line.get("goals", {}).items():
-            print(
-                f"{part}: {case}: {name}: {goal['ratio']:.3g}, goal {goal['at_most']:g}, {'met' if goal['met'] else 'MISSED'}"
-            )
+            met = "met" if goal["met"] else "MISSED"
+            print(f"{part}: {case}: {name}: {goal['ratio']:.3g}, goal {goal['at_most']:g}, {met}")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,6 @@ CASES: dict[str, Case | None] = {
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     for name in ("rows",) if setting.tiny else CASES:
         rows.run(name, lambda name=name: in_a_process(name))
 

@@ -19,7 +19,6 @@ OPTIONS = (
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     rows.run("smollm2", lambda: convert(setting))
     rows.run("evidence", lambda: evidence(setting))
 

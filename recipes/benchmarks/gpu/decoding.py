@@ -14,7 +14,6 @@ from .setting import Setting, figures, goal
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     for alpha in (1.5,) if setting.tiny else (1.5, 1.25):
         rows.run(f"alpha {alpha}", lambda alpha=alpha: measure(alpha, setting))
 

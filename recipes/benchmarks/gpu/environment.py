@@ -14,21 +14,12 @@ from .rows import Rows
 from .setting import Setting, figures, too_old
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "numpy",
-    "pytest",
-    "pytest-xdist",
-    "adasplash",
-)
+    "torch", "triton", "transformers", "tokenizers", "accelerate", "numpy", "pytest", "pytest-xdist", "adasplash"
+)  # fmt: skip
 TOOLS = ("compute-sanitizer", "ncu", "nvidia-smi", "cuobjdump", "nvdisasm")
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     rows.run("versions", versions)
     rows.run("tools", lambda: {name: shutil.which(name) or "missing" for name in TOOLS})
     rows.run("transformers", lambda: {"serves": too_old("transformers", (5, 18)) or "yes"})

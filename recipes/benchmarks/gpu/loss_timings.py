@@ -21,7 +21,6 @@ ALPHAS = (1.5, 2.0, 1.2)
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     for kind in ("flat", "trained"):
         rows.run(f"logits, {kind}", lambda kind=kind: on_logits(kind, setting))
     rows.run("hidden states", lambda: on_hidden(setting))

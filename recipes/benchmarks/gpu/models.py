@@ -12,7 +12,6 @@ LENGTHS, TOKENS = (512, 2048), 16384
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     if not setting.tiny and too_old("transformers", (5, 18)) is None:
         together("models", [("bart",), ("llama",)])
     for shape in ("bart", "llama"):
@@ -40,10 +39,8 @@ def training(shape: str, length: int, batch: int, device: str, *, tiny: bool) ->
     from hf_entmax.bench.implementations import training_steps
 
     small = {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64}
-    full = {"bart": {"vocabulary": 50265}, "llama": {"layers": 30, "width": 576, "heads": 9, "vocabulary": 49152}}[
-        shape
-    ]
-    sizes = small if tiny else full
+    llama = {"layers": 30, "width": 576, "heads": 9, "vocabulary": 49152}
+    sizes = small if tiny else llama if shape == "llama" else {"vocabulary": 50265}
     case = ModelCase(f"{shape} {length}", batch=batch, lengths=(length, length), kind=shape, bfloat16=True, **sizes)
     return training_steps(case, device)
 

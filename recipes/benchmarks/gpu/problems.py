@@ -7,6 +7,11 @@ from torch import Tensor
 
 from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks
 
+from .setting import Setting
+
+#: Tokens of a batch, and model width: as in training.
+TOKENS, WIDTH = 32768, 1024
+
 
 def make(batch: int, heads: int, length: int, head_dim: int, sharpness: float, device: str) -> list[Tensor]:
     """Scores that vary slowly along the sequence, so that whole tiles fall off the support: bfloat16, with gradients."""
@@ -45,14 +50,28 @@ def empty_share(tensors: list[Tensor], alpha: Tensor) -> float:
     return 1 - float(flags.sum(dtype=torch.int64) / (reachable.sum() * flags.shape[0] * flags.shape[1]))
 
 
-def sparse(shape: tuple[int, int, int, int], wanted: float, alpha: Tensor, device: str) -> tuple[list[Tensor], float]:
-    """The problem whose share of empty tiles comes closest to what is wanted, by bisection, and its share."""
-    low, high = 0.0, 64.0
-    for _ in range(8 if shape[2] > 64 else 0):
-        middle = (low + high) / 2
-        if empty_share(make(*shape, middle, device), alpha) < wanted:
-            low = middle
-        else:
-            high = middle
-    tensors = make(*shape, high, device)
-    return tensors, empty_share(tensors, alpha)
+def problem(
+    length: int, head_dim: int, wanted: float | None, setting: Setting
+) -> tuple[tuple[int, int, int, int], list[Tensor], Tensor, float]:
+    """Shape (B, H, length, D), tensors, alphas and share of empty tiles of a problem.
+
+    Args:
+        length: of the sequences.
+        head_dim: D.
+        wanted: share of empty tiles to come close to, by bisection; None for rows as from random weights.
+        setting: tiny or not.
+    """
+    heads = 1 if setting.tiny else WIDTH // head_dim
+    shape = (1 if setting.tiny else max(1, TOKENS // length), heads, length, head_dim)
+    alpha = torch.linspace(1.3, 1.9, heads, device=setting.device).requires_grad_()
+    tensors = random(*shape, setting.device)
+    if wanted is not None:
+        low, high = 0.0, 64.0
+        for _ in range(8 if length > 64 else 0):
+            middle = (low + high) / 2
+            if empty_share(make(*shape, middle, setting.device), alpha) < wanted:
+                low = middle
+            else:
+                high = middle
+        tensors = make(*shape, high, setting.device)
+    return shape, tensors, alpha, empty_share(tensors, alpha)

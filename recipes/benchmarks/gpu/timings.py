@@ -45,8 +45,6 @@ CASES = (
     Case(512, 128, None),
 )
 TINY = (Case(20, 16, None),)
-#: Tokens of a batch, and model width: as in training.
-TOKENS, WIDTH = 32768, 1024
 #: The largest ratio of our time to theirs, for forward + backward.
 SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash_v1": 1.0, "adasplash_v2": 1.0}
 DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
@@ -55,7 +53,6 @@ BOUNDS = (0.03, 0.05)
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    """Write the rows of this part."""
     if not setting.tiny:
         together("timings", itertools.product((64, 128), ("ours_learned", "ours_1.5"), ("forward", "both")))
     for case in TINY if setting.tiny else CASES:
@@ -65,14 +62,7 @@ def run(rows: Rows, setting: Setting) -> None:
 
 def measure(case: Case, setting: Setting) -> dict[str, Any]:
     """Times of both passes and their ratios, after a check against float64."""
-    heads = 1 if setting.tiny else WIDTH // case.head_dim
-    shape = (1 if setting.tiny else max(1, TOKENS // case.length), heads, case.length, case.head_dim)
-    alpha = torch.linspace(1.3, 1.9, heads, device=setting.device).requires_grad_()
-    if case.empty is None:
-        tensors = problems.random(*shape, setting.device)
-        share = problems.empty_share(tensors, alpha)
-    else:
-        tensors, share = problems.sparse(shape, case.empty, alpha, setting.device)
+    shape, tensors, alpha, share = problems.problem(*case, setting)
     errors = {"learned": check(tensors, alpha), "1.5": check(tensors, 1.5)}
     functions = implementations(tensors, alpha, eager=case.length <= 2048)
     left_out = drop_failing(functions)
