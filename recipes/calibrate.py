@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from common.batches import evenly
 from common.blocks import collate, cut, encode
 from common.heads import head_statistics
-from common.results import Results, columns, command, hardware, versions
+from common.results import Results, columns, origin
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
 from hf_entmax.analysis.reading.tables import read_text
@@ -115,10 +115,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     make = pair_batches if args.pairs else text_batches
     batches, test = make(args, tokenizer, "train", args.size), make(args, tokenizer, "test", args.heldout)
-    called = command(NOT_IN_COMMAND, ("--budgets",))
+    same = origin(NOT_IN_COMMAND, ("--budgets",))
     auto: Any = AutoModel if args.pairs else AutoModelForCausalLM
     for budget in args.budgets:
-        if results.has(command=called, budget=budget):
+        if results.has(command=same["command"], budget=budget):
             continue
         # Most passes look at all weights: the dense path has them at hand.
         scaling = "constant" if args.temperature else "none"
@@ -155,10 +155,8 @@ def main() -> None:
             alpha_median=round(float(heads.median()), 4),
             alpha_max=round(float(heads.max()), 4),
             seconds=round(seconds, 1),
-            command=called,
-            hardware=hardware(),
-            versions=versions(),
             **row,
+            **same,
         )
         print(row, flush=True)
 

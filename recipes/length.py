@@ -26,7 +26,7 @@ import rich
 import torch
 
 from common import long_text, retrieval, sequences
-from common.results import Results, columns, command, hardware, versions
+from common.results import Results, columns, origin
 from hf_entmax import alphas
 
 FIELDS = columns(
@@ -103,8 +103,7 @@ class Lines:
         learned = "" if self.args.task == "text" else accuracies[values["train_length"]] >= 50
         self.results.add(
             task=self.args.task, row=row, seed=seed, steps=self.args.steps, batch=self.args.batch, trained=learned,
-            accuracies=in_words(accuracies), command=command(("--results",)), hardware=hardware(), versions=versions(),
-            **values,
+            accuracies=in_words(accuracies), **origin(("--results",)), **values,
         )  # fmt: skip
         self.there.add((row, seed))
         rich.print(f"{row}, seed {seed}: {in_words(accuracies)}")
@@ -123,10 +122,8 @@ def max_retrieval(args: argparse.Namespace, made: Lines) -> None:
         loss = retrieval.train(model, args.steps, args.batch, args.lr)
         seconds = (time.perf_counter() - start) / len(seeds)
         alphas = torch.as_tensor(model.alphas()).detach().expand(len(seeds)).tolist()
-        for (
-            line,
-            mapping,
-        ) in lines.items():  # one that is there is tested too: each test draws from what the last one left
+        # A line that is there is tested too: each test draws from what the last one left.
+        for line, mapping in lines.items():
             tested = {length: model.accuracy(length, args.samples, mapping) for length in lengths}
             for place, seed in enumerate(seeds):
                 factors = {n: float(model.factor(n)[place]) for n in (lengths[0], lengths[-1])}

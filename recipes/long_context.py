@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 import hf_entmax
 from common.blocks import encode
 from common.pretrained import check_length
-from common.results import Results, columns, command, hardware, versions
+from common.results import Results, columns, origin
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.generation import ExactSparseCache
 from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
@@ -118,13 +118,11 @@ def cut(cache: Any, length: int, batch: int) -> Any:
     return cache
 
 
-def without_growth(cache: Any, model: Any, length: int) -> Any:
-    """The same in Transformers' static cache, which has room for all tokens and is not copied at each step."""
-    static = StaticCache(config=model.config, max_cache_len=length)
+def copied(cache: Any, other: Any) -> Any:
+    """Another kind of cache, given the keys and values of this one."""
     for number, layer in enumerate(cache.layers):
-        static.update(layer.keys, layer.values, number)
-        layer.reset()
-    return static
+        other.update(layer.keys, layer.values, number)
+    return other
 
 
 class Greedy:
@@ -134,21 +132,27 @@ class Greedy:
         self.model, self.cache = model, cache
         self.token = torch.full((batch, 1), token)
 
-    def step(self) -> float:
-        """One token for each sequence; the seconds it took."""
-        began = time.perf_counter()
+    def step(self) -> None:
+        """One token for each sequence."""
         self.token = self.model(self.token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
-        return time.perf_counter() - began
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], rounds: int, warm: int) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other, round by round; those of the first rounds do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warm + rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if turn >= warm:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
 
 
 def bandwidth() -> float:
     """GiB per second that all threads together read from memory: the median of sums over 512 MiB."""
-    data, seconds = torch.ones(2**27), []
-    for _ in range(7):
-        began = time.perf_counter()
-        data.sum()
-        seconds.append(time.perf_counter() - began)
-    return data.nbytes / 2**30 / statistics.median(seconds)
+    data = torch.ones(2**27)
+    return data.nbytes / 2**30 / statistics.median(in_turn({"sum": data.sum}, 7, 0)["sum"])
 
 
 def compared(seconds: list[float], with_seconds: list[float], name: str) -> dict[str, str]:
@@ -171,39 +175,26 @@ def generate(settings: Any, results: Results) -> None:
         for batch in settings.batches:
             caches = cut(own, length - 1, batch), cut(exact, length - 1, batch)
             if settings.softmax_cache == "static":
-                caches = without_growth(caches[0], plain, length + settings.steps + 1), caches[1]
-            runs = [
-                Greedy(model, cache, int(ids[0, length - 1]), batch)
-                for model, cache in zip((plain, sparse), caches, strict=True)
-            ]
-            seconds: tuple[list[float], list[float]] = ([], [])
-            for step in range(settings.steps + 2):
-                for own_seconds, run in zip(seconds, runs, strict=True):
-                    taken = run.step()
-                    if step >= 2:  # the first make the sketch and choose kernels
-                        own_seconds.append(taken)
-            softmax, entmax = (statistics.median(taken) for taken in seconds)
+                # It has room for all tokens and is not copied at each step.
+                static = StaticCache(config=plain.config, max_cache_len=length + settings.steps + 1)
+                caches = copied(caches[0], static), caches[1]
+            named = zip(("softmax", "entmax"), (plain, sparse), caches, strict=True)
+            steps = {name: Greedy(model, cache, int(ids[0, length - 1]), batch).step for name, model, cache in named}
+            seconds = in_turn(steps, settings.steps, 2)  # the first make the sketch and choose kernels
+            softmax, entmax = (f"{batch / statistics.median(taken):.2f}" for taken in seconds.values())
             results.add(
-                length=length,
-                batch=batch,
-                steps=settings.steps,
-                softmax_cache=settings.softmax_cache,
-                tokens_per_second=f"{batch / entmax:.2f}",
-                softmax_tokens_per_second=f"{batch / softmax:.2f}",
-                **compared(*seconds, "ratio"),
-                **reading(caches[1].certificate(), head_bytes(sparse)),
-                **machine,
-                **settings.origin,
-            )
+                length=length, batch=batch, steps=settings.steps, softmax_cache=settings.softmax_cache,
+                tokens_per_second=entmax, softmax_tokens_per_second=softmax, **compared(*seconds.values(), "ratio"),
+                **reading(caches[1].certificate(), head_bytes(sparse)), **machine, **settings.origin,
+            )  # fmt: skip
             show(results, "generate")
-            del caches, runs
+            del caches, steps
 
 
 def check_tokens(model: Any, cache: Any, token: int, length: int, steps: int = 4) -> None:
     """Stop where the tokens are not those of Transformers' own cache."""
-    exact, plain = cut(cache, length, 1), DynamicCache(config=model.config)
-    for number, layer in enumerate(exact.layers):
-        plain.update(layer.keys, layer.values, number)
+    exact = cut(cache, length, 1)
+    plain = copied(exact, DynamicCache(config=model.config))
     runs = Greedy(model, exact, token, 1), Greedy(model, plain, token, 1)
     for _ in range(steps):
         for run in runs:
@@ -266,30 +257,20 @@ def verify(settings: Any, results: Results) -> None:
     found = []
     for cache in (exact, DynamicCache(config=model.config)):
         torch.manual_seed(0)
-        tokens = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            **WAYS[settings.way],
-        )
+        options = {"max_new_tokens": steps, "min_new_tokens": steps, **WAYS[settings.way]}
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
         found.append(tokens[:, settings.prompt :])
     certificate = exact.certificate()
     print(certificate)
     other = (found[0] != found[1]).nonzero()
     results.add(
-        way=settings.way,
-        batch=batch,
-        prompt=settings.prompt,
-        tokens=batch * steps,
-        same_tokens=batch * steps - len(other),
+        way=settings.way, batch=batch, prompt=settings.prompt,
+        tokens=batch * steps, same_tokens=batch * steps - len(other),
         layer_steps=sum(layer.steps for layer in certificate.layers),
-        pairs=certificate.keys_total,
-        violations=certificate.violations,
+        pairs=certificate.keys_total, violations=certificate.violations,
         **{name: what for name, what in reading(certificate, 0).items() if name in FIELDS["verify"]},
         **settings.origin,
-    )
+    )  # fmt: skip
     said = f"{batch} x {steps} tokens, {settings.way}, after prompts of {settings.prompt}: "
     if len(other):
         raise SystemExit(f"{said}DIFFERENT from token {int(other[:, 1].min())} on")
@@ -372,31 +353,21 @@ class Case:
 
 def timed(cases: list[Case], repeats: int) -> dict[str, Any]:
     """Times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
-    taken: dict[str, list[float]] = {name: [] for name in cases[0].calls}
-    for repeat in range(repeats + 1):
-        for name, own in taken.items():
-            began = time.perf_counter()
-            for case in cases:
-                case.calls[name]()
-            if repeat:  # the first warms up
-                own.append(1000 * (time.perf_counter() - began) / len(cases))
+    layers = {name: lambda name=name: [case.calls[name]() for case in cases] for name in cases[0].calls}
+    taken = in_turn(layers, repeats, 1)
 
     def total(name: str) -> int:
         return sum(getattr(case, name) for case in cases)
 
-    figures = {name: statistics.median(own) for name, own in taken.items()}
+    figures = {name: 1000 * statistics.median(own) / len(cases) for name, own in taken.items()}
     figures |= {name: total(name) / total("total") for name in ("read", "nonzero")}
     figures["extra_memory"] = total("sketch_bytes") / total("cache_bytes")
     for name, bytes_ in (("key_value_mib", "bytes_read"), ("softmax_key_value_mib", "cache_bytes")):
         figures[name] = total(bytes_) / len(cases) / 2**20
-    return {
-        **{name: f"{figure:.4g}" for name, figure in figures.items()},
-        **{
-            key: value
-            for name in ("softmax", "grouped_softmax", "dense")
-            for key, value in compared(taken["exact_ms"], taken[f"{name}_ms"], f"ratio_to_{name}").items()
-        },
-    }
+    row = {name: f"{figure:.4g}" for name, figure in figures.items()}
+    for name in ("softmax", "grouped_softmax", "dense"):
+        row |= compared(taken["exact_ms"], taken[f"{name}_ms"], f"ratio_to_{name}")
+    return row
 
 
 def main() -> None:
@@ -421,16 +392,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for filled caches, used again where they are there")
     parser.add_argument("--results", type=Path, help="CSV file that grows by the rows")
     settings = parser.parse_args()
-    settings.lengths = settings.lengths or [
-        2**power for power in (range(12, 17) if settings.what == "operator" else range(10, 14))
-    ]
+    powers = range(12, 17) if settings.what == "operator" else range(10, 14)
+    settings.lengths = settings.lengths or [2**power for power in powers]
     settings.origin = {
         "model": "/".join(Path(settings.model).parts[-2:]),
         "alpha": settings.alpha,
         "dtype": settings.dtype,
-        "command": command(without=("--keep", "--results")),
-        "hardware": hardware(),
-        "versions": versions(),
+        **origin(("--keep", "--results")),
     }
     settings.dtype = getattr(torch, settings.dtype)
     what = {"generate": generate, "operator": operator, "verify": verify}[settings.what]

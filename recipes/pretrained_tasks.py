@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from common.batches import evenly
 from common.blocks import collate, cut, encode
-from common.results import Results, columns, command, hardware, versions
+from common.results import Results, columns, origin
 from common.sentences import embed, read_text_pairs, spearman
 from hf_entmax.analysis.reading.conllu import read_conllu
 from hf_entmax.analysis.reading.tables import find, read_rows, read_text
@@ -169,13 +169,13 @@ def interval(before: Units, after: Units, figure: Figure, samples: int = 1000) -
 def main() -> None:
     args = parse()
     results = Results(args.out, FIELDS)
-    called = command(("--out",))
+    same = origin(("--out",))
     tokenizer = AutoTokenizer.from_pretrained(args.reference)
     causal = any("CausalLM" in name for name in AutoConfig.from_pretrained(args.reference).architectures or ())
     auto: Any = AutoModelForCausalLM if causal else AutoModel
     models: list[Any] = []
     for task, measure, figures in (causal_tasks if causal else encoder_tasks)(args, tokenizer):
-        missing = {name for name in figures if not results.has(command=called, task=task, measure=name)}
+        missing = {name for name in figures if not results.has(command=same["command"], task=task, measure=name)}
         if not missing:
             continue
         if not models:
@@ -188,23 +188,16 @@ def main() -> None:
             values = [figure(torch.cat(units, -1)) for units in (before, after)]
             # Resampling ranks of all pairs of texts a thousand times takes long and says little more.
             low, high = interval(before, after, figure, 100 if name == "spearman" else 1000)
-            numbers = {
-                "before": values[0],
-                "after": values[1],
-                "difference": values[1] - values[0],
-                "low": low,
-                "high": high,
-            }
+            numbers = {"before": values[0], "after": values[1], "difference": values[1] - values[0]}
+            numbers |= {"low": low, "high": high}
             results.add(
                 model="/".join(Path(args.model).parts[-2:]),
                 reference="/".join(Path(args.reference).parts[-2:]),
                 task=task,
                 measure=name,
                 units=len(before),
-                command=called,
-                hardware=hardware(),
-                versions=versions(),
                 **{key: round(value, 5) for key, value in numbers.items()},
+                **same,
             )
             print(f"{task} {name}: {values[0]:.4f} -> {values[1]:.4f} (difference {low:+.4f} ... {high:+.4f})")
     if not models:

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from common.results import Results, command, hardware, versions
+from common.results import Results, origin
 from common.run import Run, write_atomically
 from common.settings import RunSettings
 from hf_entmax.analysis.reading.tables import HUB
@@ -78,13 +78,9 @@ def finish(
 
 
 def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: Any) -> None:
-    origin = {
-        "command": command(NOT_IN_COMMAND, ("--report_to",)),
-        "hardware": hardware(),
-        "versions": versions("accelerate"),
-    }
     row = {"attention": run.settings.attention, "output_alpha": run.settings.output_alpha, "seed": run.settings.seed}
-    row |= {**measures, "processes": run.accelerator.num_processes, **origin}
+    row |= {**measures, "processes": run.accelerator.num_processes}
+    row |= origin(NOT_IN_COMMAND, ("--report_to",), ("accelerate",))
     finished = (run.folder / "result.json").exists()
     write_atomically(run.folder / "result.json", strict_json(row))
     model = run.folder / "model"

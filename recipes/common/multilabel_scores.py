@@ -9,7 +9,7 @@ from scipy.spatial.distance import jensenshannon
 from sklearn.metrics import f1_score
 from torch import Tensor
 
-from common.results import Results, command, hardware, versions
+from common.results import Results, origin
 
 KEY = ("study", "dataset", "setting", "method", "seed", "empty_rows", "test_rows")
 MEASURES = ("micro_f1", "macro_f1", "jsd", "support", "predicted_labels", "true_labels", "validation_micro_f1")
@@ -65,5 +65,4 @@ class MultilabelResults(Results):
 
     def add(self, **values: Any) -> None:
         """Append one row, on disk at once."""
-        origin = {"command": command(("--data-dir", "--out")), "hardware": hardware()}
-        super().add(**values, **origin, versions=versions("scikit-learn"))
+        super().add(**values, **origin(("--data-dir", "--out"), packages=("scikit-learn",)))

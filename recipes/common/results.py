@@ -113,6 +113,11 @@ def command(without: Sequence[str] = (), lists: Sequence[str] = ()) -> str:
     return shlex.join(["python", f"recipes/{Path(sys.argv[0]).name}", *kept])
 
 
+def origin(without: Sequence[str] = (), lists: Sequence[str] = (), packages: Sequence[str] = ()) -> dict[str, str]:
+    """By which command (see `command`), on what and with which versions a row was made."""
+    return {"command": command(without, lists), "hardware": hardware(), "versions": versions(*packages)}
+
+
 def versions(*more: str) -> str:
     """Versions of what computed the numbers; ``more`` names further packages."""
     packages = ["torch", "transformers", *more]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.finish import NOT_IN_COMMAND
-from common.results import Results, columns, command, hardware, versions
+from common.results import Results, columns, origin
 from common.run import Run
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature
 
@@ -233,14 +233,13 @@ def measure_answers(
 
 def report(run: Run, records: list[dict[str, Any]], **same: Any) -> None:
     """Say the measures and append a row for each to the results."""
-    origin = {"command": command(NOT_IN_COMMAND), "hardware": hardware(), "versions": versions("accelerate")}
     kind = {name: getattr(run.settings, name) for name in ("attention", "output_alpha", "seed")}
     for record in records:
         run.say("  ".join(f"{name} {value}" for name, value in {**same, **record}.items()))
     if run.main and run.settings.results and not run.settings.smoke:
         book = Results(Path(run.settings.results), FIELDS)
         for record in records:
-            row = {**kind, **same, **record, **origin}
+            row = {**kind, **same, **record, **origin(NOT_IN_COMMAND, packages=("accelerate",))}
             key = {name: row[name] for name in ("command", "unit", "method", "coverage_wanted")}
             if not book.has(**key):
                 book.add(**row)
