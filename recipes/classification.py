@@ -173,31 +173,23 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
     return BertForSequenceClassification(config)
 
 
-def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:
-    """For every example, in order: the right class, the most probable one, how many have a probability above 0."""
-    plain = run.accelerator.unwrap_model(model)
-    alpha = run.settings.output_alpha
-
-    def answer(part: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
-        batch = collator(part).to(run.accelerator.device)
-        labels = batch.pop("labels")
-        logits = plain(**batch).logits.float()
-        possible = (entmax(logits, alpha) > 0).sum(-1) if alpha > 1 else torch.full_like(labels, logits.shape[-1])
-        return list(zip(labels.tolist(), logits.argmax(-1).tolist(), possible.tolist(), strict=True))
-
-    return answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256)
-
-
 def logits_of(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> torch.Tensor:
-    """Logits of examples, in order, float32 ``[n, classes]``."""
+    """Logits of examples, in order, float32 ``[n, classes]``, on the CPU."""
     plain = run.accelerator.unwrap_model(model)
 
-    def answer(part: list[dict[str, Any]]) -> list[list[float]]:
+    def answer(part: list[dict[str, Any]]) -> list[torch.Tensor]:
         batch = collator(part).to(run.accelerator.device)
         batch.pop("labels")
-        return plain(**batch).logits.float().tolist()
+        return list(plain(**batch).logits.float().cpu())
 
-    return torch.tensor(answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256))
+    return torch.stack(answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256))
+
+
+def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:
+    """For every example, in order: the right class, the most probable one, how many have a probability above 0."""
+    logits, alpha = logits_of(model, examples, collator, run), run.settings.output_alpha
+    possible = (entmax(logits, alpha) > 0).sum(-1).tolist() if alpha > 1 else [logits.shape[-1]] * len(logits)
+    return list(zip((row["labels"] for row in examples), logits.argmax(-1).tolist(), possible, strict=True))
 
 
 def percent(flags: list[bool]) -> float | str:
@@ -215,9 +207,8 @@ def scores(found: list[tuple[int, int, int]], classes: int, seen: list[bool]) ->
     """
     right = [label == guess for label, guess, _ in found]
     occurring = sorted({number for label, guess, _ in found for number in (label, guess)})
-    f1 = f1_score(
-        [row[0] for row in found], [row[1] for row in found], labels=occurring, average="macro", zero_division=0
-    )
+    labels, guesses, _ = zip(*found, strict=True)
+    f1 = f1_score(labels, guesses, labels=occurring, average="macro", zero_division=0)
     certain = [possible == 1 for *_, possible in found]
     return {
         "classes": classes,

@@ -54,8 +54,7 @@ from common.batches import Batches
 from common.blocks import check_sizes
 from common.conversion import Conversion, base_model
 from common.conversion_tasks import CAUSAL, SENTENCES, Kind, Task, kind_of, make_task, read_data
-from common.curves import STAGES, curve, shared_curve, write_curve
-from common.finish import check_finish, finish
+from common.finish import STAGES, check_finish, curve, finish, shared_curve, write_curve
 from common.heads import head_statistics
 from common.pretrained import check_length
 from common.results import END, columns

@@ -35,8 +35,7 @@ from transformers import DataCollatorForSeq2Seq as Collator
 from common.batches import Batches, answers_of, collated
 from common.finish import check_finish, finish, name_of
 from common.from_scratch import ShapeSettings, build_seq2seq, seq2seq_tokenizer
-from common.heads import head_statistics
-from common.outputs import output_support
+from common.heads import head_statistics, output_support
 from common.results import END, columns
 from common.run import Run, check_model
 from common.sets import check_sets, measure_answers, measure_labels, report

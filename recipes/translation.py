@@ -28,8 +28,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSe
 from common.batches import Batches, collated
 from common.finish import check_finish, finish, name_of
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
-from common.heads import head_statistics
-from common.outputs import output_support
+from common.heads import head_statistics, output_support
 from common.pretrained import check_length
 from common.results import END, columns
 from common.run import Run

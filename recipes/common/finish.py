@@ -1,4 +1,4 @@
-"""The end of a run: the card with the measured numbers, the row of results, the upload."""
+"""The end of a run: the card with the measured numbers, the row of results, the evaluations on the way, the upload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from common.results import Results, origin
+from common.results import Results, command, origin
 from common.run import Run, write_atomically
 from common.settings import RunSettings
 from hf_entmax.analysis.reading.tables import HUB
@@ -19,6 +19,9 @@ from hf_entmax.integration.card import MARKER
 #: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
 #: out.
 NOT_IN_COMMAND = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
+
+#: Of an evaluation: of the model that is converted, of the student before its first step, of the student as it learns.
+STAGES = ("before", "patched", "training")
 
 
 def name_of(where: str) -> str:
@@ -129,3 +132,44 @@ def write_card(
     card.data.model_name = f"{recipe} {row['attention']}/{row['output_alpha']}"
     card.data.eval_results = results
     write_atomically(path, str(card))
+
+
+def curve(run: Run, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The evaluations of a run, from its log, where what a resumed run did again stands once."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    path = run.folder / "log.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        if "dev_density" in entry:
+            values = {name.removeprefix("dev_"): value for name, value in entry.items()}
+            values["stage"] = STAGES[int(values.get("stage", 2))]
+            values["command"] = command(NOT_IN_COMMAND, ("--report_to",))
+            row = {name: values[name] for name in columns if name in values}
+            rows.setdefault((row["stage"], row["step"]), row)
+    return list(rows.values())
+
+
+def shared_curve(settings: RunSettings, columns: Sequence[str]) -> Results:
+    """The evaluations of all runs, beside their results."""
+    results = Path(settings.results)
+    return Results(results.with_name(f"{results.stem}_curve.csv"), columns)
+
+
+def write_curve(run: Run, columns: Sequence[str]) -> None:
+    """``curve.csv`` of the run, and its rows beside the results; to be called right before `finish`."""
+    if not run.main:
+        return
+    rows = curve(run, columns)
+    path = run.folder / "curve.csv"
+    path.unlink(missing_ok=True)
+    own = Results(path, columns)
+    for row in rows:
+        own.add(**row)
+    if not run.settings.results or run.settings.smoke:
+        return
+    book = shared_curve(run.settings, columns)
+    finished = (run.folder / "result.json").exists()
+    for row in rows:
+        # As in `finish`: a finished run that is resumed only tests again, any other is a run of its own.
+        if not (finished and book.has(command=row["command"], stage=row["stage"], step=row["step"])):
+            book.add(**row)

@@ -1,11 +1,15 @@
-"""What the heads of a model do, in a few numbers per site, for the tables of the recipes."""
+"""How sparse a model is: its heads, in a few numbers per site, and its output, for the tables of the recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from hf_entmax.analysis import collect
+from hf_entmax.generation import SamplingMetrics, support_size
+from hf_entmax.ops import entmax
 
 
 def head_statistics(
@@ -36,3 +40,29 @@ def head_statistics(
         heads += density[~density.isnan()].tolist()
     measures["density"] = round(sum(heads) / len(heads), 4)
     return {name: value for name, value in measures.items() if only is None or name in only}
+
+
+@torch.no_grad()
+def output_support(members: Sequence[Any], batches: Iterable[dict[str, Any]]) -> float:
+    """Mean number of symbols with a probability above 0 where the reference stands, on every process alike.
+
+    Args:
+        members: encoder-decoder models, not wrapped; the probabilities of several are averaged.
+        batches: with ``labels`` ``[B, T]``, -100 for padding.
+
+    Returns:
+        The mean over all positions of all references; the size of the vocabulary for a softmax.
+
+    Reference:
+        Peters, Niculae, Martins 2019, table 3.
+    """
+    alphas = [SamplingMetrics.for_model(member).alpha for member in members]
+    total = positions = 0.0
+    for batch in batches:
+        probs = sum(
+            entmax(member(**batch).logits.float(), alpha) for member, alpha in zip(members, alphas, strict=True)
+        )
+        count = int((batch["labels"] != -100).sum())
+        total += count * float(support_size(probs, batch["labels"]))
+        positions += count
+    return round(total / positions, 3)

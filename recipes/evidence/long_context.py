@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from .rows import Row, Rows, grouped, numbers, pick, table
+from .rows import Row, Rows, grouped, numbers, pick, row_table, table
 
 
 def _alpha(row: Row) -> str:
     return "learned" if row["alpha"] == "own" else row["alpha"]
-
-
-def _percent(row: Row, *names: str) -> list[str]:
-    return [f"{100 * float(row[name]):.2f}" for name in names]
 
 
 def _ratio(row: Row, name: str, digits: int = 2) -> str:
@@ -23,42 +19,26 @@ def _ratio(row: Row, name: str, digits: int = 2) -> str:
 
 def models(rows: Rows, **wanted: object) -> str:
     """Whole models."""
-    head = [
-        "alpha",
-        "batch",
-        "tokens",
-        "bits",
-        "keys read, %",
-        "nonzero, %",
-        "K and V read, MiB a step",
-        "softmax reads",
-    ]
-    head += ["extra memory, %", "tokens/s", "softmax, tokens/s", "its cache", "ratio (quartiles)"]
-    lines = []
-    for row in rows("long_context", **wanted):
-        bytes_ = [f"{float(row[name]):.0f}" for name in ("key_value_mib_per_step", "softmax_key_value_mib_per_step")]
-        shares = _percent(row, "read", "nonzero")
-        line = [_alpha(row), row["batch"], row["length"], row["bits"], *shares, *bytes_, *_percent(row, "extra_memory")]
-        speeds = [row[name] for name in ("tokens_per_second", "softmax_tokens_per_second", "softmax_cache")]
-        lines.append([*line, *speeds, _ratio(row, "ratio")])
-    return table(head, lines)
+    return row_table(rows("long_context", **wanted), {
+        "alpha": _alpha, "batch": "batch", "tokens": "length", "bits": "bits",
+        "keys read, %": ("read", 2, 100), "nonzero, %": ("nonzero", 2, 100),
+        "K and V read, MiB a step": ("key_value_mib_per_step", 0), "softmax reads": ("softmax_key_value_mib_per_step", 0),
+        "extra memory, %": ("extra_memory", 2, 100), "tokens/s": "tokens_per_second",
+        "softmax, tokens/s": "softmax_tokens_per_second", "its cache": "softmax_cache",
+        "ratio (quartiles)": lambda row: _ratio(row, "ratio"),
+    })  # fmt: skip
 
 
 def operator(rows: Rows) -> str:
     """Attention alone over repeated keys."""
-    head = ["alpha", "dtype", "layers", "keys", "bits", "keys read, %", "nonzero, %", "extra memory, %", "ms a layer"]
-    head += ["of dense entmax (quartiles)", "of SDPA (quartiles)", "of SDPA on groups (quartiles)"]
-    lines = [
-        [
-            _alpha(row),
-            *(row[name] for name in ("dtype", "layers", "length", "bits")),
-            *_percent(row, "read", "nonzero", "extra_memory"),
-            row["exact_ms"],
-            *(_ratio(row, name, 3) for name in ("ratio_to_dense", "ratio_to_softmax", "ratio_to_grouped_softmax")),
-        ]
-        for row in rows("long_context_operator")
-    ]
-    return table(head, lines)
+    return row_table(rows("long_context_operator"), {
+        "alpha": _alpha, "dtype": "dtype", "layers": "layers", "keys": "length", "bits": "bits",
+        "keys read, %": ("read", 2, 100), "nonzero, %": ("nonzero", 2, 100), "extra memory, %": ("extra_memory", 2, 100),
+        "ms a layer": "exact_ms",
+        "of dense entmax (quartiles)": lambda row: _ratio(row, "ratio_to_dense", 3),
+        "of SDPA (quartiles)": lambda row: _ratio(row, "ratio_to_softmax", 3),
+        "of SDPA on groups (quartiles)": lambda row: _ratio(row, "ratio_to_grouped_softmax", 3),
+    })  # fmt: skip
 
 
 def limits(rows: Rows) -> str:
@@ -86,38 +66,26 @@ def limits(rows: Rows) -> str:
     lines = []
     for row, what, mib, ms in cases:
         least = [1000 * amount / 1024 / float(row["bandwidth_gib_s"]) for amount in mib]
-        sides = [
-            f"{number:.3g}" if number < 1000 else f"{number:.0f}"
-            for side in zip(mib, least, ms, strict=True)
-            for number in side
-        ]
+        sides = [n for side in zip(mib, least, ms, strict=True) for n in side]
+        sides = [f"{n:.3g}" if n < 1000 else f"{n:.0f}" for n in sides]
         lines.append([what, _alpha(row), *sides, f"{least[1] / least[0]:.1f}", f"{ms[1] / ms[0]:.1f}"])
     return table(head, lines)
 
 
 def memory_speed(rows: Rows) -> str:
     """The lowest and highest that was measured."""
-    found = [
-        float(row["bandwidth_gib_s"]) for group in ("long_context", "long_context_operator") for row in rows(group)
-    ]
+    found = numbers([*rows("long_context"), *rows("long_context_operator")], "bandwidth_gib_s")
     return f"{min(found):.0f} to {max(found):.0f}"
 
 
 def verified(rows: Rows) -> str:
     """Generations with and without the cache, and steps compared with dense weights."""
-    head = ["alpha", "generating", "batch", "prompt", "tokens", "the same without the cache"]
-    head += ["steps of a layer compared", "pairs of a query and a key", "proved zero, %", "of these with weight"]
-    lines = [
-        [
-            _alpha(row),
-            *(row[name] for name in ("way", "batch", "prompt", "tokens", "same_tokens")),
-            *(f"{int(row[name]):,}" for name in ("layer_steps", "pairs")),
-            f"{100 * (1 - float(row['read'])):.2f}",
-            row["violations"],
-        ]
-        for row in rows("long_context_verified")
-    ]
-    return table(head, lines)
+    return row_table(rows("long_context_verified"), {
+        "alpha": _alpha, "generating": "way", "batch": "batch", "prompt": "prompt", "tokens": "tokens",
+        "the same without the cache": "same_tokens", "steps of a layer compared": lambda row: f"{int(row['layer_steps']):,}",
+        "pairs of a query and a key": lambda row: f"{int(row['pairs']):,}",
+        "proved zero, %": lambda row: f"{100 * (1 - float(row['read'])):.2f}", "of these with weight": "violations",
+    })  # fmt: skip
 
 
 def figure(rows: Rows) -> Figure | None:

@@ -6,8 +6,9 @@ import csv
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.common.public_sets import SETS
 
@@ -82,6 +83,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(str, cells)) + " |\n" for cells in lines)
+
+
+def row_table(rows: Iterable[Row], columns: Mapping[str, str | tuple[Any, ...] | Callable[[Row], object]]) -> str:
+    """A line for every row.
+
+    Args:
+        rows: in their order.
+        columns: by title, the name of a column, what `column` takes after the rows, or a function of the row. Blanks at the
+            end of a title tell it from another.
+    """
+
+    def cell(row: Row, shown: Any) -> object:
+        return row[shown] if isinstance(shown, str) else shown(row) if callable(shown) else column([row], *shown)
+
+    lines = [[cell(row, shown) for shown in columns.values()] for row in rows]
+    return table([title.strip() for title in columns], lines)
 
 
 def settings_table(rows: Sequence[Row], columns: Mapping[str, tuple[str | int | float, ...]]) -> str:

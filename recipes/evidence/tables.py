@@ -18,6 +18,7 @@ from .rows import (
     mean,
     order,
     pick,
+    row_table,
     settings_table,
     spread,
     table,
@@ -167,30 +168,29 @@ def lambdas(rows: Rows) -> str:
 
 def conformal(rows: Rows) -> str:
     """Sets with a promise: coverage and size over the splits."""
-    head = ["data", "set of", "output", "method", "promised, %", "held, %", "labels or answers in a set"]
-    head += ["held in the worst stratum, %", "by size of the set: held, % (share of sets, %)"]
-    lines = []
-    for row in rows("conformal"):
-        size = f"{row['size']} ± {row['size_sd']}" if row["size_sd"] else row["size"]
-        if row["whole"] and float(row["whole"]) < 100:
-            size = f">= {size} ({row['whole']} % of {row['listed']} listed whole)"
-        data = "94 languages" if row["unit"] == "label" else "inflection"
-        held = f"{row['coverage']} ± {row['coverage_sd']}"
-        cells = [data, f"{row['unit']}s", row["output_alpha"], row["method"], row["coverage_wanted"], held, size]
-        lines.append([*cells, row["worst_stratum"], row["strata"]])
-    return table(head, lines)
+
+    def size(row: Row) -> str:
+        found = f"{row['size']} ± {row['size_sd']}" if row["size_sd"] else row["size"]
+        partly = row["whole"] and float(row["whole"]) < 100
+        return f">= {found} ({row['whole']} % of {row['listed']} listed whole)" if partly else found
+
+    return row_table(rows("conformal"), {
+        "data": lambda row: "94 languages" if row["unit"] == "label" else "inflection",
+        "set of": lambda row: f"{row['unit']}s", "output": "output_alpha", "method": "method",
+        "promised, %": "coverage_wanted", "held, %": lambda row: f"{row['coverage']} ± {row['coverage_sd']}",
+        "labels or answers in a set": size, "held in the worst stratum, %": "worst_stratum",
+        "by size of the set: held, % (share of sets, %)": "strata",
+    })  # fmt: skip
 
 
 def conversions(found: list[Row], measure: str, title: str, unit: str) -> str:
     """What a finished softmax model loses when it is made sparse."""
     control = next(iter(pick(found, attention="softmax")), None)
-    head = ["attention", "schedule", "density target", "distilled", f"{title} before", "after"]
-    head += [f"lost, {unit}", f"lost to the control, {unit}", "density, %"]
-    lines = []
-    for row in found:
-        target = "" if row["density_target"] == "None" else row["density_target"]
-        cells = [row["attention"], row["schedule"], target, "yes" if float(row["distill_logits"]) else ""]
-        cells += [f"{float(row[name]):.2f}" for name in (f"{measure}_before", measure, "lost")]
-        cells.append(f"{claims.price(row, control):.2f}" if control else "")
-        lines.append([*cells, column([row], "density", 1, 100)])
-    return table(head, lines)
+    return row_table(found, {
+        "attention": "attention", "schedule": "schedule",
+        "density target": lambda row: "" if row["density_target"] == "None" else row["density_target"],
+        "distilled": lambda row: "yes" if float(row["distill_logits"]) else "",
+        f"{title} before": (f"{measure}_before",), "after": (measure,), f"lost, {unit}": ("lost",),
+        f"lost to the control, {unit}": lambda row: f"{claims.price(row, control):.2f}" if control else "",
+        "density, %": ("density", 1, 100),
+    })  # fmt: skip
