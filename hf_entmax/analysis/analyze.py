@@ -130,7 +130,7 @@ def analyze(
     from accelerate import Accelerator
 
     _check_options(task, importance, language, max_sentences, importance_sentences, num_examples, decode)
-    names = _check_names(names, 1 + len(compare)) or _path_ends([model, *compare])
+    names = _names([model, *compare], names)
     accelerator = Accelerator(cpu=device == "cpu")
     problems: list[str] = []
 
@@ -325,27 +325,18 @@ def _varied(records: list[TextRecord], limit: int) -> list[TextRecord]:
     return [*questions, *[record for record in middling if record not in questions]][:limit]
 
 
-def _check_options(
-    task: str | None,
-    importance: str,
-    language: str,
-    max_sentences: int,
-    importance_sentences: int,
-    num_examples: int,
-    decode: int,
-) -> None:
+def _check_options(task, importance, language, max_sentences, importance_sentences, num_examples, decode) -> None:
     if task is not None and task not in TASKS:
         raise ValueError(f"task is {task!r}; allowed are {', '.join(TASKS)}.")
     if importance not in ("none", "gradient", "masking", "both"):
         raise ValueError(f"importance is {importance!r}; allowed are none, gradient, masking and both.")
     if language not in INTERROGATIVE_WORDS:
         raise ValueError(f"language is {language!r}; words that ask are known for {', '.join(INTERROGATIVE_WORDS)}.")
-    for what, value in (("max_sentences", max_sentences), ("importance_sentences", importance_sentences)):
-        if value < 1:
-            raise ValueError(f"{what} is {value}; it must be at least 1.")
-    for what, value in (("num_examples", num_examples), ("decode", decode)):
-        if value < 0:
-            raise ValueError(f"{what} is {value}; it must be at least 0.")
+    at_least = {"max_sentences": (max_sentences, 1), "importance_sentences": (importance_sentences, 1)}
+    at_least |= {"num_examples": (num_examples, 0), "decode": (decode, 0)}
+    for what, (value, least) in at_least.items():
+        if value < least:
+            raise ValueError(f"{what} is {value}; it must be at least {least}.")
 
 
 def _read_gold(read: Callable[[Any], list[Any]], path: Any, limit: int, what: str, warn: Callable[[str], None]) -> list:
@@ -396,16 +387,13 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
     return loaded.to(device), tokenizer
 
 
-def _check_names(names: Sequence[str] | None, count: int) -> list[str] | None:
-    if names is None:
-        return None
-    if isinstance(names, str) or len(names) != count or len(set(names)) < count or not all(names):
-        raise ValueError(f"names is {names!r}; give {count} different name(s), one for each model.")
-    return list(names)
-
-
-def _path_ends(entries: Sequence[Any]) -> list[str]:
-    """The shortest ends of the models' paths that tell them apart; numbers where it is the same path."""
+def _names(entries: Sequence[Any], names: Sequence[str] | None = None) -> list[str]:
+    """The names given, or the shortest ends of the models' paths that tell them apart; numbers where it is the same path."""
+    if names is not None:
+        count = len(entries)
+        if isinstance(names, str) or len(names) != count or len(set(names)) < count or not all(names):
+            raise ValueError(f"names is {names!r}; give {count} different name(s), one for each model.")
+        return list(names)
     paths = [
         entry if isinstance(entry, (str, os.PathLike)) else getattr(entry, "name_or_path", "") or type(entry).__name__
         for entry in entries

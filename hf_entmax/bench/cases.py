@@ -101,14 +101,8 @@ AnyCase = Case | ModelCase | LossCase
 
 _KINDS = ("flat", "frequency", "trained")
 _EVERYBODY = (
-    "eager_softmax",
-    "sdpa",
-    "entmax_bisect",
-    "entmax15",
-    "hf_attention_normalizers",
-    "adasplash",
-    "ours_torch",
-)
+    "eager_softmax", "sdpa", "entmax_bisect", "entmax15", "hf_attention_normalizers", "adasplash", "ours_torch"
+)  # fmt: skip
 
 
 def _training(**limits: float) -> tuple[tuple[str, str, float], ...]:
@@ -122,29 +116,17 @@ _TARGETS: tuple[AnyCase, ...] = (
     Case("B1 H8 L2048, q x 1", 1, 8, 2048, sharpness=1.0, targets=_training(sdpa=1.0)),
     Case("B1 H8 L2048, q x 0.6", 1, 8, 2048, sharpness=0.6, alpha=(1.3, 1.5), targets=_training(sdpa=1.0)),
     Case(
-        "B1 H4 L4096, q x 3",
-        1,
-        4,
-        4096,
-        sharpness=3.0,
-        modes=("forward", "forward+backward", "memory"),
+        "B1 H4 L4096, q x 3", 1, 4, 4096, sharpness=3.0, modes=("forward", "forward+backward", "memory"),
         targets=(*_training(sdpa=0.33), ("eager_softmax", "memory", 0.125)),
     ),
     Case("B8 H8 L64, q x 2", 8, 8, 64, targets=_training(eager_softmax=1.2)),
     Case("B64 H8 L32, right padding", 64, 8, 32, padded=True, targets=_training(eager_softmax=1.3)),
     Case(
-        "decoding, T_q 1, 4096 keys, GQA 4:1",
-        1,
-        32,
-        4096,
-        kv_heads=8,
-        queries=1,
-        modes=("forward",),
-        against=("sdpa",),
+        "decoding, T_q 1, 4096 keys, GQA 4:1", 1, 32, 4096, kv_heads=8, queries=1, modes=("forward",), against=("sdpa",),
         targets=(("sdpa", "forward", 1.0),),
     ),
     ModelCase("BART-base shape, L 128-256", target=1.0),
-)
+)  # fmt: skip
 
 _GRID = tuple(
     Case(f"L{n}, q x {s:g}{', causal' * c}", max(1, 1024 // n), 8, n, sharpness=s, causal=c)
@@ -161,21 +143,12 @@ def loss_cases(classes: int, rows: int) -> tuple[LossCase, ...]:
 
 _DECODING = tuple(
     Case(
-        f"decoding, {length} keys, GQA 3:1, alpha {alpha}",
-        1,
-        9,
-        length,
-        kv_heads=3,
-        queries=1,
-        sharpness=4.0,
-        alpha=alpha,
-        modes=("forward",),
-        against=("sdpa", "ours_numba"),
+        f"decoding, {length} keys, GQA 3:1, alpha {alpha}", 1, 9, length, kv_heads=3, queries=1, sharpness=4.0,
+        alpha=alpha, modes=("forward",), against=("sdpa", "ours_numba"), bits=4,
         targets=(("sdpa", "forward", limit), *((("ours_numba", "forward", 0.6),) if length == 4096 else ())),
-        bits=4,
     )
     for length, alpha, limit in ((4096, 1.5, 0.5), (32768, 1.5, 0.15), (32768, (1.1, 2.0), 0.35))
-)
+)  # fmt: skip
 
 #: Lists of cases by name: "targets" (with the ratios each should reach), "grid" (length x sharpness x causal), "quick".
 #: "decoding" is one query and a sketch of the keys.

@@ -67,10 +67,8 @@ def _dense(problem: Problem, mapping: Callable[[Tensor], Tensor]) -> Callable[[]
     groups = case.heads // (case.kv_heads or case.heads)
     queries = problem.query.shape[2]
     if case.causal:
-        seen = torch.ones(queries, case.length, dtype=torch.bool, device=problem.query.device)
-        seen = seen.tril(case.length - queries)
-        limit = torch.zeros_like(seen, dtype=problem.query.dtype)
-        limit = limit.masked_fill(~seen, torch.finfo(problem.query.dtype).min)
+        least = torch.full((queries, case.length), torch.finfo(problem.query.dtype).min, dtype=problem.query.dtype)
+        limit = least.to(problem.query.device).triu(1 + case.length - queries)
         mask = limit if mask is None else mask + limit
 
     def attend() -> Tensor:
@@ -124,12 +122,8 @@ def _adasplash(problem: Problem) -> Callable[[], Tensor]:
 
 def _ours(backend: Backend) -> Callable[[Problem], Callable[[], Tensor]]:
     def make(problem: Problem) -> Callable[[], Tensor]:
-        return lambda: entmax_attention(
-            *problem.tensors(),
-            key_padding_mask=problem.real_keys,
-            is_causal=problem.case.causal,
-            backend=backend,
-        )[0]
+        options = {"key_padding_mask": problem.real_keys, "is_causal": problem.case.causal, "backend": backend}
+        return lambda: entmax_attention(*problem.tensors(), **options)[0]
 
     return make
 

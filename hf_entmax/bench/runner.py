@@ -159,12 +159,10 @@ def run(
         write_csv(measured, path)
         report(f"wrote {path}")
         try:
-            from hf_entmax.bench.plot import plot_ratios
-        except ImportError:
-            report("no plot: matplotlib is not installed (pip install 'hf_entmax[figures]')")
-        else:
             plot_ratios(measured, path.with_suffix(".png"))
             report(f"wrote {path.with_suffix('.png')}")
+        except ImportError:
+            report("no plot: matplotlib is not installed (pip install 'hf_entmax[figures]')")
     return measured
 
 
@@ -176,6 +174,29 @@ def write_csv(rows: Sequence[Measurement], path: Path) -> None:
         for row in rows:
             values = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in asdict(row).items()}
             writer.writerow(values)
+
+
+def plot_ratios(rows: Sequence[Measurement], path: Path) -> None:
+    """Draw our time over every other's as horizontal bars on a logarithmic axis, with the targets as marks; save the figure."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.ratio is not None]
+    names = sorted({row.implementation for row in shown})
+    figure = Figure(figsize=(9, 1.2 + 0.24 * max(1, len(shown))), layout="constrained")
+    axes = figure.add_subplot()
+    for place, row in enumerate(shown):
+        assert row.ratio is not None
+        color = f"C{names.index(row.implementation)}"
+        axes.barh(place, row.ratio, left=0, color=color)
+        axes.text(row.ratio, place, f" {row.ratio:.2g}", va="center", fontsize=7)
+        if row.target is not None:
+            axes.plot([row.target], [place], marker="|", markersize=12, color="black")
+    axes.axvline(1, color="grey", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(shown)), [f"{row.case} | {row.mode} | {row.implementation}" for row in shown], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("our time or memory over theirs (left of the line: ours is better); black marks: targets")
+    figure.savefig(path, dpi=150)
 
 
 def _measure_case(
@@ -190,14 +211,12 @@ def _measure_case(
     problem = make_problem(case, device, dtype)
     kernels = [name for name in ("ours_triton", "ours_numba") if unavailable(name, device) is None]
     ours = "ours_exact" if case.bits else [*kernels, "ours_torch"][0]
-    names = [ours, *(name for name in (case.against if chosen is None else chosen) if name != ours)]
     functions = {}
-    for name in names:
-        reason = unavailable(name, device)
-        if reason is not None:
+    for name in [ours, *(name for name in (case.against if chosen is None else chosen) if name != ours)]:
+        if (reason := unavailable(name, device)) is not None:
             report(f"{case.name}: {name} left out: {reason}")
-            continue
-        functions[name] = _checked(name, problem, dtype)
+        else:
+            functions[name] = _checked(name, problem, dtype)
     density = _density(problem)
     if case.bits:
         counts = exact_counts(problem)()[1]
@@ -239,11 +258,7 @@ def _checked(name: str, problem: Problem, dtype: torch.dtype) -> Callable[[], to
 
 
 def _forward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:
-    def call() -> None:
-        with torch.no_grad():
-            function()
-
-    return call
+    return torch.no_grad()(function)
 
 
 def _backward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:

@@ -26,7 +26,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_entmax import patch_model
-from hf_entmax.analysis.analyze import _path_ends, analyze, infer_task
+from hf_entmax.analysis.analyze import _names, analyze, infer_task
 from hf_entmax.analysis.command import analyze_command
 from hf_entmax.analysis.report.findings import summarize
 
@@ -125,7 +125,7 @@ def test_models_are_called_as_the_user_says_or_by_what_tells_them_apart(folder, 
 
 
 def test_path_ends():
-    ends = _path_ends
+    ends = _names
     assert ends(["runs/a/model", Path("runs/b/model")]) == ["a/model", "b/model"]
     assert ends(["a/model", "b/model", "a/model/"]) == ["a/model", "b/model", "a/model (2)"]
     assert ends(["org/name"]) == ["name"] and ends(["model", "model"]) == ["model", "model (2)"]

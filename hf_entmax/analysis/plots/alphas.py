@@ -150,10 +150,8 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
         raise ValueError("alphas and densities have no site in common.")
     figure, axis = style.one_axis(4.2, 3.2)
     for place, site in enumerate(shared):
-        look: dict[str, Any] = {
-            "marker": style.pick(style.MARKERS, place),
-            "color": style.SITE_COLOURS.get(site, style.PALETTE[place]),
-        }
+        look = style.look(place, marker=style.MARKERS, color=style.PALETTE)
+        look["color"] = style.SITE_COLOURS.get(site, look["color"])
         points = alpha[site].flatten().numpy(), 100 * density[site].flatten().numpy()
         axis.scatter(*points, s=26, **look, edgecolor="white", linewidth=0.5, label=style.site_title(site))
     axis.set(title="Alpha and density of every head", xlabel="α", ylabel="nonzero weights (%)")
@@ -184,10 +182,7 @@ def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: f
     figure, axis = style.one_axis(4.4, 3.0)
     for place, alpha in enumerate(map(float, alphas)):
         name = f"α = {alpha:g}" + (f" ({names[alpha]})" if alpha in names else "")
-        look: dict[str, Any] = {
-            "color": style.pick(style.PALETTE, place),
-            "linestyle": style.pick(style.LINE_STYLES, place),
-        }
+        look = style.look(place, color=style.PALETTE, linestyle=style.LINE_STYLES)
         axis.plot(t.numpy(), entmax(scores, alpha)[:, 0].numpy(), **look, label=name)
     axis.set(title="α-entmax of two scores", xlabel="difference of scores t", ylabel="α-entmax([t, 0])₁")
     axis.set_xlim(-limit, limit)

@@ -77,12 +77,7 @@ def sorted_density(densities: Any) -> Figure:
     for axis, (site, layers) in zip(axes[0], values.items(), strict=True):
         for layer, (row, colour) in enumerate(zip(layers, style.layer_colours(len(layers)), strict=False)):
             ordered = sorted(100 * value for value in style.finite(row))
-            look = {
-                "color": colour,
-                "marker": style.pick(style.MARKERS, layer),
-                "markersize": 4,
-                "linewidth": 1.2,
-            }
+            look = style.look(layer, marker=style.MARKERS) | {"color": colour, "markersize": 4, "linewidth": 1.2}
             axis.plot(range(1, len(ordered) + 1), ordered, **look, label=f"layer {layer}")
         axis.set(title=style.site_title(site), xlabel="heads of a layer, sparsest first", ylim=(0, 103))
         style.whole_numbers(axis.xaxis)
@@ -146,12 +141,8 @@ def density_by_site(models: Any) -> Figure:
     for place, (name, values) in enumerate(named.items()):
         heights = [100 * float(values[site].nanmean()) if site in values else 0.0 for site in sites]
         positions = [spot - 0.4 + (place + 0.5) * width for spot in range(len(sites))]
-        look: dict[str, Any] = {
-            "color": style.pick(style.PALETTE, place),
-            "hatch": style.pick(style.HATCHES, place),
-            "edgecolor": "white",
-        }
-        bars = axis.bar(positions, heights, width * 0.92, **look, label=name)
+        look = style.look(place, color=style.PALETTE, hatch=style.HATCHES)
+        bars = axis.bar(positions, heights, width * 0.92, **look, edgecolor="white", label=name)
         axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     axis.set_xticks(range(len(sites)), [style.site_title(site).replace(" ", "\n", 1) for site in sites])
     axis.set(ylabel="nonzero weights (%)", ylim=(0, 112))

@@ -132,9 +132,7 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
     positions = list(range(-distance - 1, distance + 2))
     figure, axis = style.one_axis(6.4, 3.0)
     for place, (name, values) in enumerate(lines):
-        line: dict[str, Any] = {
-            "linestyle": style.pick(style.LINE_STYLES, place // len(style.PALETTE))
-        }  # colours first, then lines
+        line = style.look(place // len(style.PALETTE), linestyle=style.LINE_STYLES)  # colours first, then lines
         axis.plot(positions, 100 * values.numpy(), **style.line_look(place, 4.0) | line, label=name)
     step = max(distance // 5, 1)
     inner = sorted({0, *range(step, distance, step), *range(-step, -distance, -step)})
@@ -180,13 +178,10 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
     grids = {site: value.best_roles(min_strength) for site, value in statistics.sites.items()}
     found = dict.fromkeys(role.role for grid in grids.values() for row in grid for role in row if role)
     order = [name for name in ROLE_NAMES if name in found]
-    looks: dict[str | None, dict[str, Any]] = {
-        name: {
-            "facecolor": style.pick(style.PALETTE, place),
-            "hatch": style.pick(style.HATCHES, place // len(style.PALETTE)),
-        }
-        for place, name in enumerate(order)
-    }
+    looks: dict[str | None, dict[str, Any]] = {}
+    for place, name in enumerate(order):
+        looks[name] = style.look(place, facecolor=style.PALETTE)
+        looks[name] |= style.look(place // len(style.PALETTE), hatch=style.HATCHES)
     looks[None] = {"facecolor": "#d9dde1"}
     widest = max(len(row) for grid in grids.values() for row in grid)
     tallest = max(len(grid) for grid in grids.values())

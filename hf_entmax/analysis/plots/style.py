@@ -87,10 +87,14 @@ def pick(looks: Sequence[str], place: int) -> str:
     return looks[place % len(looks)]
 
 
+def look(place: int, **choices: Sequence[str]) -> dict[str, Any]:
+    """What stands at this place of each of these lists, such as ``color=PALETTE``."""
+    return {name: pick(values, place) for name, values in choices.items()}
+
+
 def line_look(place: int, size: float = 5.0) -> dict[str, Any]:
     """Colour, line and marker of the line at this place among several; told apart without colour, too."""
-    look = {"color": pick(PALETTE, place), "linestyle": pick(LINE_STYLES, place)}
-    return look | {"marker": pick(MARKERS, place), "markersize": size}
+    return look(place, color=PALETTE, linestyle=LINE_STYLES, marker=MARKERS) | {"markersize": size}
 
 
 def layer_colours(layers: int) -> Any:

@@ -80,17 +80,10 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
         (alphas_differ, "alpha-density", "The larger alpha, the sparser the head.", plots.alpha_against_density, main),
         (True, "positional", about_positions, plots.positional_heads, everyone),
         (True, "distance", "Where the heads look that keep a distance.", plots.distance_profile, main),
-        (
-            masking,
-            "importance-masking",
-            about_masking,
-            plots.head_importance,
-            masking,
-            "loss increase (nats per token)",
-        ),
+        (masking, "importance-masking", about_masking, plots.head_importance, masking, "loss increase (nats per token)"),
         (gradient, "importance-gradient", about_gradient, plots.head_importance, gradient, "gradient (nats per token)"),
         (maps, "maps", about_maps, plots.attention_maps, maps),
-    ]
+    ]  # fmt: skip
     for wanted, identifier, caption, draw, *arguments in entries:
         if not wanted:
             continue
