@@ -126,16 +126,9 @@ def _query_pass(
 
 @triton.jit
 def _entmax_attention_bwd_query_kernel(
-    query,
-    key,
-    value,
-    alpha,
-    mask,
-    bias,
-    key_mask,
-    seed,
-    grad_out,
-    grad_weights,
+    inputs,
+    terms,
+    grads,
     stats,
     slope_mean,
     lists,
@@ -164,21 +157,21 @@ def _entmax_attention_bwd_query_kernel(
     rows = first_row + tl.arange(0, OPTIONS.ROWS)
     row_index = plane.to(tl.int64) * T_q + rows
 
-    key, value = select(key, batch, kv_head), select(value, batch, kv_head)
+    key, value = select(inputs.key, batch, kv_head), select(inputs.value, batch, kv_head)
     terms = ScoreTerms(
-        select(mask, batch, head) if mask is not None else None,
-        select(bias, batch, head) if bias is not None else None,
-        select(key_mask, batch, head) if key_mask is not None else None,
+        select(terms.mask, batch, head) if terms.mask is not None else None,
+        select(terms.bias, batch, head) if terms.bias is not None else None,
+        select(terms.key_mask, batch, head) if terms.key_mask is not None else None,
     )
-    grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
-    head_alpha = tl.load(alpha + head)
+    grad_weights = select(grads.weights, batch, head) if grads.weights is not None else None
+    head_alpha = tl.load(inputs.alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
-    queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
-    grads = load_rows(select(grad_out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
+    queries = load_rows(select(inputs.query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
+    grad_out = load_rows(select(grads.out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
     means = load_rows(select(slope_mean, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
     row_max, c = _load_stats(stats, plane.to(tl.int64), rows, T_q)
     slope = tl.load(stats + row_index * 5 + 2, mask=rows < T_q, other=0.0)
-    row_delta = tl.sum(means * grads.to(tl.float32), 1)
+    row_delta = tl.sum(means * grad_out.to(tl.float32), 1)
     no_dots = tl.zeros([ROWS, COLS], tl.float32)
     block_list = lists + (plane.to(tl.int64) * n_q + block) * problem.n_k
     n_listed = tl.load(counts + plane.to(tl.int64) * n_q + block)
@@ -190,21 +183,23 @@ def _entmax_attention_bwd_query_kernel(
             first_col = tl.load(block_list + position) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
             _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
-            g = _weight_gradient(no_dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
+            g = _weight_gradient(
+                no_dots, grad_weights, rows[:, None], cols[None, :], inputs.seed, plane, problem, OPTIONS
+            )
             extra += tl.sum(s * g, 1)
         row_delta += extra / tl.where(slope == 0.0, 1.0, slope)
     tl.store(delta + row_index, row_delta, mask=rows < T_q)
 
     row_log_slope = log_slope(tl.load(stats + row_index * 5 + 4, mask=rows < T_q, other=0.0), mapping)
     acc, sum_a, sum_b, sum_c, sum_d = _query_pass(
-        queries, key, value, grads, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
-        n_listed, plane, terms, mapping, seed, problem, False, OPTIONS,
+        queries, key, value, grad_out, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
+        n_listed, plane, terms, mapping, inputs.seed, problem, False, OPTIONS,
     )  # fmt: skip
     # 0 times what a hidden key holds may be NaN: as in the forward kernel.
     if tl.max(tl.max((acc - acc != 0.0).to(tl.int32), 1), 0) != 0:
         acc, sum_a, sum_b, sum_c, sum_d = _query_pass(
-            queries, key, value, grads, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
-            n_listed, plane, terms, mapping, seed, problem, True, OPTIONS,
+            queries, key, value, grad_out, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
+            n_listed, plane, terms, mapping, inputs.seed, problem, True, OPTIONS,
         )  # fmt: skip
 
     store_rows(select(grad_query, batch, head), acc * problem.scale, rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -216,24 +211,7 @@ def _entmax_attention_bwd_query_kernel(
 
 @triton.jit
 def _entmax_attention_bwd_key_kernel(
-    query,
-    key,
-    value,
-    alpha,
-    mask,
-    bias,
-    key_mask,
-    seed,
-    grad_out,
-    grad_weights,
-    stats,
-    delta,
-    lists,
-    counts,
-    grad_key,
-    grad_value,
-    problem,
-    OPTIONS: tl.constexpr,
+    inputs, terms, grads, stats, delta, lists, counts, grad_key, grad_value, problem, OPTIONS: tl.constexpr
 ):
     """dL/dkey and dL/dvalue of one block of keys, over all query heads that share it (grouped queries).
 
@@ -254,8 +232,8 @@ def _entmax_attention_bwd_key_kernel(
     first_col = block * OPTIONS.COLS
     cols = first_col + tl.arange(0, OPTIONS.COLS)
 
-    keys = load_rows(select(key, batch, kv_head), cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
-    values = load_rows(select(value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+    keys = load_rows(select(inputs.key, batch, kv_head), cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
+    values = load_rows(select(inputs.value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
     key_acc = tl.zeros([COLS, BLOCK_D], tl.float32)
     value_acc = tl.zeros([COLS, BLOCK_V], tl.float32)
     no_dots = tl.zeros([COLS, ROWS], tl.float32)
@@ -263,36 +241,36 @@ def _entmax_attention_bwd_key_kernel(
     for member in range(0, problem.group):
         head = kv_head * problem.group + member
         plane = batch * H + head
-        head_query, head_grads = select(query, batch, head), select(grad_out, batch, head)
-        head_grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
-        terms = ScoreTerms(
-            select(mask, batch, head) if mask is not None else None,
-            select(bias, batch, head) if bias is not None else None,
-            select(key_mask, batch, head) if key_mask is not None else None,
+        head_query, head_grads = select(inputs.query, batch, head), select(grads.out, batch, head)
+        head_grad_weights = select(grads.weights, batch, head) if grads.weights is not None else None
+        head_terms = ScoreTerms(
+            select(terms.mask, batch, head) if terms.mask is not None else None,
+            select(terms.bias, batch, head) if terms.bias is not None else None,
+            select(terms.key_mask, batch, head) if terms.key_mask is not None else None,
         )
-        head_alpha = tl.load(alpha + head)
+        head_alpha = tl.load(inputs.alpha + head)
         mapping = make_mapping(head_alpha, head_alpha)
         block_list = lists + (plane * n_k + block) * problem.n_q
         for position in range(0, tl.load(counts + plane * n_k + block)):
             first_row = tl.load(block_list + position) * OPTIONS.ROWS
             rows = first_row + tl.arange(0, OPTIONS.ROWS)
             queries = load_rows(head_query, rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
-            grads = load_rows(head_grads, rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
+            grad_out = load_rows(head_grads, rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
             row_max, c = _load_stats(stats, plane, rows, T_q)
             row_delta = tl.load(delta + plane * T_q + rows, mask=rows < T_q, other=0.0)
             dots = dot(keys, tl.trans(queries), no_dots, OPTIONS.PRECISION)
             z, score_slope = masked_scores(
-                dots, rows[None, :], cols[:, None], first_row, first_col, terms, problem, OPTIONS
+                dots, rows[None, :], cols[:, None], first_row, first_col, head_terms, problem, OPTIONS
             )
             p, s, _, _ = expq(z - row_max[None, :] - c[None, :], mapping, OPTIONS.ALPHA)
-            dots = dot(values, tl.trans(grads), no_dots, OPTIONS.PRECISION)
+            dots = dot(values, tl.trans(grad_out), no_dots, OPTIONS.PRECISION)
             small_plane = plane.to(tl.int32)
             g = _weight_gradient(
-                dots, head_grad_weights, rows[None, :], cols[:, None], seed, small_plane, problem, OPTIONS
+                dots, head_grad_weights, rows[None, :], cols[:, None], inputs.seed, small_plane, problem, OPTIONS
             )
             if OPTIONS.DROPOUT:
-                p *= dropout_factor(tl.load(seed), small_plane, rows[None, :], cols[:, None], problem.dropout)
-            value_acc = dot(p.to(grads.dtype), grads, value_acc, OPTIONS.PRECISION)
+                p *= dropout_factor(tl.load(inputs.seed), small_plane, rows[None, :], cols[:, None], problem.dropout)
+            value_acc = dot(p.to(grad_out.dtype), grad_out, value_acc, OPTIONS.PRECISION)
             grad_z = s * (g - row_delta[None, :])
             if OPTIONS.SOFTCAP:
                 grad_z *= score_slope
@@ -305,24 +283,7 @@ def _entmax_attention_bwd_key_kernel(
 
 @triton.jit(do_not_specialize=["bias_batches", "bias_heads"])
 def _entmax_attention_bwd_bias_kernel(
-    query,
-    key,
-    value,
-    alpha,
-    mask,
-    bias,
-    key_mask,
-    seed,
-    grad_out,
-    grad_weights,
-    stats,
-    delta,
-    flags,
-    grad_bias,
-    bias_batches,
-    bias_heads,
-    problem,
-    OPTIONS: tl.constexpr,
+    inputs, terms, grads, stats, delta, flags, grad_bias, bias_batches, bias_heads, problem, OPTIONS: tl.constexpr
 ):
     """dL/dbias of one tile, summed over the sequences and heads that the bias is broadcast to.
 
@@ -352,26 +313,26 @@ def _entmax_attention_bwd_bias_kernel(
         plane = batch * H + head
         if tl.load(flags + (plane * n_q + block_q) * n_k + block_k) != 0:
             kv_head = head // problem.group
-            terms = ScoreTerms(
-                select(mask, batch, head) if mask is not None else None,
-                select(bias, batch, head) if bias is not None else None,
-                select(key_mask, batch, head) if key_mask is not None else None,
+            head_terms = ScoreTerms(
+                select(terms.mask, batch, head) if terms.mask is not None else None,
+                select(terms.bias, batch, head) if terms.bias is not None else None,
+                select(terms.key_mask, batch, head) if terms.key_mask is not None else None,
             )
-            head_alpha = tl.load(alpha + head)
+            head_alpha = tl.load(inputs.alpha + head)
             mapping = make_mapping(head_alpha, head_alpha)
-            queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
-            grads = load_rows(select(grad_out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
-            values = load_rows(select(value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+            queries = load_rows(select(inputs.query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
+            grad_out = load_rows(select(grads.out, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
+            values = load_rows(select(inputs.value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
             row_max, c = _load_stats(stats, plane, rows, T_q)
             row_delta = tl.load(delta + plane * T_q + rows, mask=rows < T_q, other=0.0)
-            head_key = select(key, batch, kv_head)
-            _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, terms, problem, OPTIONS)
+            head_key = select(inputs.key, batch, kv_head)
+            _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, head_terms, problem, OPTIONS)
             _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
-            dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
-            head_grad_weights = select(grad_weights, batch, head) if grad_weights is not None else None
+            dots = dot(grad_out, tl.trans(values), no_dots, OPTIONS.PRECISION)
+            head_grad_weights = select(grads.weights, batch, head) if grads.weights is not None else None
             small_plane = plane.to(tl.int32)
             g = _weight_gradient(
-                dots, head_grad_weights, rows[:, None], cols[None, :], seed, small_plane, problem, OPTIONS
+                dots, head_grad_weights, rows[:, None], cols[None, :], inputs.seed, small_plane, problem, OPTIONS
             )
             acc += tl.where(s == 0.0, 0.0, s * (g - row_delta[:, None]))
 

@@ -36,18 +36,17 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
     upper, width, scores, found = empty(keys), empty(all_pages), empty(keys + 1), empty(keys + 1, torch.int32)
     out = torch.empty((batch, queries, heads, value.shape[3]), dtype=value.dtype, device=query.device).transpose(1, 2)
     counts = torch.empty((2, *lead), dtype=torch.int64, device=query.device)
-    q, k, v, alphas = call.operands
     sink = None if sink is None else sink.detach().contiguous()
     rows = heads // kv_heads * queries
     with _on_device(query):
         exact_kernels._score_bounds_kernel[(all_pages * batch * kv_heads * -(-rows // call.blocks.rows),)](
-            q, k, *call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
+            call.inputs, call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
             upper, width, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
             call.problem, BITS=sketch.bits, PAGE=page, DEPTH=depth, CHANNELS=min(32, depth & -depth), COLS=padded(page),
             OPTIONS=call.options, num_warps=4,
         )  # fmt: skip
         exact_kernels._exact_rows_kernel[(batch * heads * queries,)](
-            q, k, v, alphas, *call.terms, sink, upper, width, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
+            call.inputs, call.terms, sink, upper, width, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
             call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=call.options, num_warps=_WARPS,
         )  # fmt: skip
     return out, counts

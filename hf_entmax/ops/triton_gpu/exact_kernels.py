@@ -51,7 +51,7 @@ def _load_codes(plane, channels, keys, inside, DEPTH: tl.constexpr, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["pages", "all_pages"])
 def _score_bounds_kernel(
-    query, key, mask, bias, key_mask, codes, low, step, norm, upper, width, rounding, pages, all_pages, problem,
+    inputs, terms, codes, low, step, norm, upper, width, rounding, pages, all_pages, problem,
     BITS: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, COLS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -72,13 +72,13 @@ def _score_bounds_kernel(
     real = place < group * T_q
     head = kv_head * group + tl.where(real, place // T_q, 0)
     # Pointers differ from row to row.
-    queries = select(query, batch, head[:, None])
+    queries = select(inputs.query, batch, head[:, None])
     rows = tl.where(real, place % T_q, T_q)
     within = tl.arange(0, COLS)
     cols = page * PAGE + within
     there = (within < PAGE) & (cols < T_k)
     key, codes, low, step = (
-        select(key, batch, kv_head), select(codes, batch, kv_head), select(low, batch, kv_head), select(step, batch, kv_head)
+        select(inputs.key, batch, kv_head), select(codes, batch, kv_head), select(low, batch, kv_head), select(step, batch, kv_head)
     )  # fmt: skip
     codes_of_page = codes.pointer + page.to(tl.int64) * codes.stride_t
 
@@ -122,9 +122,9 @@ def _score_bounds_kernel(
     dots, half = tl.where(known, dots, 0.0), tl.where(known & there[None, :], half, 0.0)
     bound = dots + tl.where(problem.scale < 0, -half, half)
     z, _ = masked_scores(bound, rows[:, None], cols[None, :], T_q, 0, ScoreTerms(
-        select(mask, batch, head[:, None]) if mask is not None else None,
-        select(bias, batch, head[:, None]) if bias is not None else None,
-        select(key_mask, batch, kv_head * group) if key_mask is not None else None,
+        select(terms.mask, batch, head[:, None]) if terms.mask is not None else None,
+        select(terms.bias, batch, head[:, None]) if terms.bias is not None else None,
+        select(terms.key_mask, batch, kv_head * group) if terms.key_mask is not None else None,
     ), problem, OPTIONS)  # fmt: skip
     z = tl.where((z != z) | ((z > MASKED_BELOW) & (known == 0)), float("inf"), z)
     row = (batch * problem.H + head) * T_q + rows
@@ -180,8 +180,8 @@ def _threshold(scores, n, top, mapping, max_passes, ALPHA: tl.constexpr, CHUNK: 
 
 @triton.jit
 def _exact_rows_kernel(
-    query, key, value, alpha, mask, bias, key_mask, sink, upper, width, found, scores, out, counts, all_pages, max_passes,
-    problem, PAGE: tl.constexpr, CHUNK: tl.constexpr, OPTIONS: tl.constexpr,
+    inputs, terms, sink, upper, width, found, scores, out, counts, all_pages, max_passes, problem,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, and how many keys were read and have weight: counts ``[2, rows]``.
 
@@ -198,7 +198,7 @@ def _exact_rows_kernel(
     width += row.to(tl.int64) * all_pages
     found += row.to(tl.int64) * (T_k + 1)
     scores += row.to(tl.int64) * (T_k + 1)
-    head_alpha = tl.load(alpha + head)
+    head_alpha = tl.load(inputs.alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
 
     # Lower bounds give a threshold below the row's own.
@@ -229,15 +229,13 @@ def _exact_rows_kernel(
 
     # The scores of what is left, as in dense attention. NaN, which the maximum passes over, and the infinities show apart.
     terms = ScoreTerms(
-        select(mask, batch, head) if mask is not None else None,
-        select(bias, batch, head) if bias is not None else None,
-        select(key_mask, batch, head) if key_mask is not None else None,
+        select(terms.mask, batch, head) if terms.mask is not None else None,
+        select(terms.bias, batch, head) if terms.bias is not None else None,
+        select(terms.key_mask, batch, head) if terms.key_mask is not None else None,
     )
-    key, value = select(key, batch, kv_head), select(value, batch, kv_head)
-    own = tl.sum(
-        load_rows(select(query, batch, head), index + tl.arange(0, 1), T_q, OPTIONS.D, OPTIONS.BLOCK_D).to(tl.float32),
-        0,
-    )
+    key, value = select(inputs.key, batch, kv_head), select(inputs.value, batch, kv_head)
+    own = load_rows(select(inputs.query, batch, head), index + tl.arange(0, 1), T_q, OPTIONS.D, OPTIONS.BLOCK_D)
+    own = tl.sum(own.to(tl.float32), 0)
     row_max = tl.load(scores)
     wrong = (row_max - row_max != 0.0).to(tl.int32)
     for first in range(0, n, COLS):

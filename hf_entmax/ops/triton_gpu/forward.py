@@ -121,24 +121,7 @@ def _output_pass(
 
 @triton.jit
 def _entmax_attention_fwd_kernel(
-    query,
-    key,
-    value,
-    alpha,
-    mask,
-    bias,
-    key_mask,
-    extent,
-    seed,
-    out,
-    weights,
-    stats,
-    slope_mean,
-    lists,
-    flags,
-    max_passes,
-    problem,
-    OPTIONS: tl.constexpr,
+    inputs, terms, extent, out, weights, stats, slope_mean, lists, flags, max_passes, problem, OPTIONS: tl.constexpr
 ):
     """One block of queries of one head.
 
@@ -165,15 +148,15 @@ def _entmax_attention_fwd_kernel(
     first_row = block * OPTIONS.ROWS
     rows = first_row + tl.arange(0, OPTIONS.ROWS)
 
-    key, value = select(key, batch, kv_head), select(value, batch, kv_head)
+    key, value = select(inputs.key, batch, kv_head), select(inputs.value, batch, kv_head)
     terms = ScoreTerms(
-        select(mask, batch, head) if mask is not None else None,
-        select(bias, batch, head) if bias is not None else None,
-        select(key_mask, batch, head) if key_mask is not None else None,
+        select(terms.mask, batch, head) if terms.mask is not None else None,
+        select(terms.bias, batch, head) if terms.bias is not None else None,
+        select(terms.key_mask, batch, head) if terms.key_mask is not None else None,
     )
-    head_alpha = tl.load(alpha + head)
+    head_alpha = tl.load(inputs.alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
-    queries = load_rows(select(query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
+    queries = load_rows(select(inputs.query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
     row_of_lists = (plane.to(tl.int64) * n_q + block) * n_k
     block_list = lists + row_of_lists
 
@@ -242,12 +225,12 @@ def _entmax_attention_fwd_kernel(
     # that is met the pass is made again, with care, so that values without weight are not read.
     total, slope, entropy, moment, acc, slope_acc = _output_pass(
         queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
-        seed, weights, stats, flags, problem, False, OPTIONS,
+        inputs.seed, weights, stats, flags, problem, False, OPTIONS,
     )  # fmt: skip
     if tl.max(tl.max((acc - acc != 0.0).to(tl.int32), 1), 0) != 0:
         total, slope, entropy, moment, acc, slope_acc = _output_pass(
             queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
-            seed, weights, stats, flags, problem, True, OPTIONS,
+            inputs.seed, weights, stats, flags, problem, True, OPTIONS,
         )  # fmt: skip
 
     # Rounding of the threshold leaves sum p a few 1e-7 off 1. Rows without a key have 0 / 1; NaN rows stay NaN.

@@ -21,7 +21,7 @@ from hf_entmax.ops.triton_gpu.blocks import (
     forward_buffers,
     padded,
 )
-from hf_entmax.ops.triton_gpu.tiles import Array, Options, Problem
+from hf_entmax.ops.triton_gpu.tiles import Array, Gradients, Inputs, Options, Problem, ScoreTerms
 
 # Far more than Halley's steps ever take for alpha <= 2 (at most 9 were seen); above 2 every other step is a bisection.
 _MAX_PASSES = 64
@@ -108,8 +108,8 @@ class _Launch:
         )
         # Wrapped one by one: Triton 3.4 and 3.6 take a plain tuple apart into values that are constants no longer.
         self.options = Options(*map(tl.constexpr, options))
-        self.operands = (_array(query), _array(key), _array(value), inputs.alpha)
-        self.terms = (_array(mask), _array(bias), _array(key_mask))
+        self.inputs = Inputs(_array(query), _array(key), _array(value), inputs.alpha, inputs.seed)
+        self.terms = ScoreTerms(_array(mask), _array(bias), _array(key_mask))
         self.planes = batch * heads
 
 
@@ -133,22 +133,11 @@ def attention_forward(inputs: Arguments, need_weights: bool, need_grad: bool, ne
             block = min(1024, padded(key.shape[2]))
             forward._key_extent_kernel[(query.shape[0],)](_array(call.key_mask), extent, key.shape[2], BLOCK=block)
         forward._entmax_attention_fwd_kernel[(n_q * call.planes,)](
-            *call.operands,
-            *call.terms,
-            extent,
-            inputs.seed,
-            _array(out),
-            weights if need_weights else None,
-            stats if need_grad else None,
-            _array(slope_mean) if need_grad else None,
-            lists,
-            flags if need_grad else None,
+            call.inputs, call.terms, extent, _array(out), weights if need_weights else None,
+            *((stats, _array(slope_mean), lists, flags) if need_grad else (None, None, lists, None)),
             1 if inputs.exact_alpha == 1.0 else _MAX_PASSES,
-            call.problem,
-            OPTIONS=call.options,
-            num_warps=call.blocks.warps,
-            num_stages=call.blocks.stages,
-        )
+            call.problem, OPTIONS=call.options, num_warps=call.blocks.warps, num_stages=call.blocks.stages,
+        )  # fmt: skip
     return buffers
 
 
@@ -179,17 +168,17 @@ def attention_backward(
     delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     grad_alpha = torch.empty_like(delta) if need_alpha else None
     launch = {"num_warps": call.blocks.backward_warps, "num_stages": call.blocks.backward_stages}
-    shared = (_array(grad_out), _array(grad_weights), stats)
+    shared = (call.inputs, call.terms, Gradients(_array(grad_out), _array(grad_weights)), stats)
     with _on_device(query):
         lists, counts = _compact(flags, n_q, n_k, by_query=True)
         backward._entmax_attention_bwd_query_kernel[(n_q * call.planes,)](
-            *call.operands, *call.terms, inputs.seed, *shared, _array(slope_mean), lists, counts,
-            _array(grad_query), grad_alpha, delta, call.problem, OPTIONS=call.options, **launch,
+            *shared, _array(slope_mean), lists, counts, _array(grad_query), grad_alpha, delta,
+            call.problem, OPTIONS=call.options, **launch,
         )  # fmt: skip
         lists, counts = _compact(flags, n_q, n_k, by_query=False)
         backward._entmax_attention_bwd_key_kernel[(n_k * batch * key.shape[1],)](
-            *call.operands, *call.terms, inputs.seed, *shared, delta, lists, counts,
-            _array(grad_key), _array(grad_value), call.problem, OPTIONS=call.options, **launch,
+            *shared, delta, lists, counts, _array(grad_key), _array(grad_value),
+            call.problem, OPTIONS=call.options, **launch,
         )  # fmt: skip
         added = []
         for tensor, needed in ((inputs.bias, need_bias), (inputs.mask, need_mask)):
@@ -200,9 +189,8 @@ def attention_backward(
             planes = lead[:2]
             grad = torch.empty((*planes, queries, keys), dtype=torch.float32, device=query.device)
             backward._entmax_attention_bwd_bias_kernel[(planes[0] * planes[1] * n_q * n_k,)](
-                *call.operands, *call.terms, inputs.seed, *shared, delta, flags,
-                grad, *planes, call.problem, OPTIONS=call.options, **launch,
-            )  # fmt: skip
+                *shared, delta, flags, grad, *planes, call.problem, OPTIONS=call.options, **launch
+            )
             added.append(grad.sum_to_size(tensor.shape).to(tensor.dtype))
     alphas = grad_alpha.sum((0, 2)) if grad_alpha is not None else query.new_empty(0)
     return grad_query, grad_key, grad_value, alphas, added[0], added[1]

@@ -74,8 +74,25 @@ class Options(NamedTuple):
     COLS: int
 
 
+class Inputs(NamedTuple):
+    """What the kernels of a call read: three `Array`s, alpha ``[H]``, and the seed of dropout or ``None``."""
+
+    query: Any
+    key: Any
+    value: Any
+    alpha: Any
+    seed: Any
+
+
+class Gradients(NamedTuple):
+    """What the backward kernels start from: `Array`s of the output's gradient and, or ``None``, of the weights'."""
+
+    out: Any
+    weights: Any
+
+
 class ScoreTerms(NamedTuple):
-    """What is added to the scores of one head, ``None`` where absent: see ``masked_scores``."""
+    """What is added to the scores of a call or of one head, ``None`` where absent: see ``masked_scores``."""
 
     mask: Any
     bias: Any
