@@ -13,8 +13,9 @@ The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the deco
 Attention is softmax, a fixed alpha or learned; so is the output. Data: files of lemma, form and tags as in the CoNLL-SIGMORPHON
 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``; or one table (or Hub data set) that has a
 column ``lang`` and, if all splits are in it, ``split``. Accuracy is the share of words that are wholly right, averaged over
-languages. The test set is searched with a beam that keeps account of what it drops. ``--coverage`` measures conformal sets, of
-one step and of the whole answer, on random splits of the test set; the results then take its rows.
+languages. The test set is searched with a beam that keeps account of what it drops; with ``--budget``, words whose answer it does
+not certify are searched exactly. ``--coverage`` measures conformal sets, of one step and of the whole answer, on random splits of
+the test set; the results then take its rows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from common.sets import check_sets, measure_answers, measure_labels, report
 from common.settings import option, parse
 from common.training import Training, attention_and_output, make_sparse
 from hf_entmax.analysis.reading.tables import languages_of, read_lists
-from hf_entmax.generation import EntmaxLogitsProcessor, beam_search, enumerate_hypotheses
+from hf_entmax.generation import EntmaxLogitsProcessor, beam_search, enumerate_hypotheses, exact_map
 from hf_entmax.ops import support_temperature
 
 FIELDS = columns(
@@ -67,6 +68,7 @@ class Settings(ShapeSettings):
     dev_words: int = option(100, "words per language that choose the best epoch (greedy); 0 for all")
     test_words: int = option(0, "words per language to test on; 0 for all")
     beams: int = option(5, "beam width of the test")
+    budget: int = option(0, "prefixes to expand best first for a word whose answer the beam does not certify")
     dropout: float = option(0.2, "everywhere but on attention weights")
     ensemble: list[str] = option([], "folders of finished models: test their averaged probabilities, train nothing")
     coverage: list[float] = option([], "measure sets that hold the answer so often, %, e.g. 90 95; default: none")
@@ -74,7 +76,7 @@ class Settings(ShapeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("data", bool(self.data), "given: a file, or hub:OWNER/NAME@SPLIT")
-        self.require_at_least(beams=1, dev_words=0, test_words=0)
+        self.require_at_least(beams=1, budget=0, dev_words=0, test_words=0)
         self.require("coverage", all(0 < share < 100 for share in self.coverage), "between 0 and 100")
         self.require("coverage", not (self.coverage and self.ensemble), "left out with ensemble: sets are one model's")
 
@@ -216,11 +218,15 @@ def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) ->
     return measures
 
 
-def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run, beams: int) -> dict[str, Any]:
-    """Beam search with a certificate over the test words; several models are averaged."""
+def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run) -> dict[str, Any]:
+    """Beam search with a certificate over the test words, then exact search if it has a budget; several models are averaged."""
+    beams, budget = run.settings.beams, run.settings.budget
 
     def search(batch: dict[str, Any]) -> list[tuple[Any, bool, bool, int]]:
-        found = beam_search(members, batch, num_beams=beams)
+        if budget:
+            found = exact_map(members, batch, budget, num_beams=beams)
+        else:
+            found = beam_search(members, batch, num_beams=beams)
         return [([] if r.best is None else r.best, r.optimal, r.exhaustive, len(r)) for r in found]
 
     rows = ask(words, tokenizer, run, search)
@@ -309,7 +315,7 @@ def main(settings: Settings) -> None:
         measures |= training.summary() | {"dev_accuracy": round(training.progress.best, 2)}
         members = [AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model")]
     members = [member.to(run.accelerator.device).eval() for member in members]
-    measures |= search_test(members, test, tokenizer, run, settings.beams)
+    measures |= search_test(members, test, tokenizer, run)
     measures |= sparsity(members, dev, tokenizer, run)
     measures |= {
         "data": settings.train_split,

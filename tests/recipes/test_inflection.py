@@ -118,7 +118,20 @@ def test_tags_may_be_a_list(tmp_path):
     assert word.tags == ("V", "PST")
 
 
-@pytest.mark.parametrize("wrong", [{"beams": 0}, {"dev_words": -1}, {"heads": 3}, {"layers": 0}, {"data": ""}])
+def test_exact_search_certifies_what_a_narrow_beam_does_not(data, tmp_path):
+    inflection.main(settings(data, tmp_path / "run", epochs=3, output_alpha=2.0))
+    share = {}
+    for budget in (0, 2000):
+        again = settings(data, tmp_path / "again", ensemble=[str(tmp_path / "run" / "model")], beams=1, budget=budget)
+        inflection.main(again)
+        share[budget] = json.loads((tmp_path / "again" / "result.json").read_text())["optimal"]
+        (tmp_path / "again").rename(tmp_path / f"budget-{budget}")
+    assert share[0] < share[2000]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"beams": 0}, {"budget": -1}, {"dev_words": -1}, {"heads": 3}, {"layers": 0}, {"data": ""}]
+)
 def test_settings_are_checked(wrong):
     with pytest.raises(ValueError, match=f"{'width' if 'heads' in wrong else next(iter(wrong))}=.* is not allowed"):
         inflection.Settings(**wrong)
