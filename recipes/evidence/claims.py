@@ -143,6 +143,20 @@ def translation(rows: Rows) -> list[Finding]:
     return findings
 
 
+def alternatives(rows: Rows) -> list[Finding]:
+    """Laha et al., table 2: their mappings as attention, in summarisation."""
+    findings = []
+    for kind, name, paper in (
+        ("2.0", "sparsemax", 34.89),
+        ("sparsegen_lin", "sparsegen-lin", 35.90),
+        ("sparsehourglass", "sparsehourglass", 35.14),
+    ):
+        claim = f"Laha et al., table 2 (summarisation): attention by {name} is better than softmax"
+        better = ("1.0", kind)
+        findings += compare(rows("summarization"), claim, f"{paper - 34.80:+.2f} R-1", better, SOFTMAX, "rouge1", "R-1")
+    return findings
+
+
 def speed(rows: Rows) -> list[Finding]:
     """Correia et al., section 4: what sparsity costs in training."""
     findings = []
@@ -211,6 +225,7 @@ CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
     certainty,
     grid,
     translation,
+    alternatives,
     claims_heads.diversity,
     claims_heads.roles,
     claims_heads.letters,
