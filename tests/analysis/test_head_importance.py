@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import test_collect as shared
+import tiny_models as tiny
+import tiny_tokenizers
 import torch
 import transformers as tf
 
 from hf_entmax import patch_model
 from hf_entmax.analysis.collecting.importance import head_importance
+from hf_entmax.analysis.reading.data import TextRecord
+from hf_entmax.analysis.reading.encode import Encoder
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.observe import observe_attention
 
@@ -127,3 +131,13 @@ def test_a_decoder_that_does_not_shift_its_labels(method):
     both = head_importance(model, batches, method=method)["decoder_self"]
     each = [head_importance(model, [batch], method=method)["decoder_self"] for batch in batches]
     torch.testing.assert_close(both, (8 * each[0] + 3 * each[1]) / 11, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family, masked", [("gpt2", False), ("llama", False), ("bert", True)])
+def test_only_models_that_see_both_sides_are_asked_for_masked_tokens(family, masked):
+    tokenizer = tiny_tokenizers.wordpiece()
+    batch = next(Encoder(tiny.build(family), tokenizer).texts([TextRecord("the cat sat")], labels=True))
+    real = batch["attention_mask"].bool()
+    assert bool((batch["input_ids"] == tokenizer.mask_token_id).any()) is masked
+    if not masked:
+        assert torch.equal(batch["labels"][real], batch["input_ids"][real])

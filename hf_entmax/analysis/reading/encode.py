@@ -16,6 +16,7 @@ from hf_entmax.analysis.reading.conllu import UNIVERSAL_RELATIONS, DependencySen
 from hf_entmax.analysis.reading.data import TextRecord
 from hf_entmax.analysis.reading.words import TokenTable, own_word_ids, token_table
 from hf_entmax.batches.prepare import is_encoder_decoder, maximum_length, pad_token_id
+from hf_entmax.integration.discovery import attention_sites
 
 Batch = dict[str, Tensor]
 _RELATION_IDS = {name: place for place, name in enumerate(UNIVERSAL_RELATIONS)}
@@ -210,7 +211,8 @@ class Encoder:
             return batch
         real = batch["attention_mask"].bool()
         mask_token = self.tokenizer.mask_token_id
-        if mask_token is None:
+        # A causal model predicts every next token, also where its tokenizer, that of an encoder, knows a mask.
+        if mask_token is None or any(site.site == "decoder_self" for site in attention_sites(self.model)):
             return batch | {"labels": batch["input_ids"].masked_fill(~real, -100)}
         special = torch.isin(batch["input_ids"], torch.tensor(self.tokenizer.all_special_ids, dtype=torch.long))
         labels, inputs = torch.full_like(batch["input_ids"], -100), batch["input_ids"].clone()
