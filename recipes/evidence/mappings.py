@@ -1,4 +1,4 @@
-"""The tables of model_cards/controllable_mappings.md: the code's properties, and the rows of ``multilabel.py``."""
+"""The tables of model_cards/controllable_mappings.md: mappings as attention, and the rows of ``multilabel.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 
 from hf_entmax.ops import controllable
-from hf_entmax.ops.controllable.properties import markdown_table  # noqa: F401 - the page shows it
 
 from .judging import judge_settings
 from .rows import Row, distinct, grouped, mean, numbers, pick, spread, table

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from l18_properties import TABLE
 
 from hf_entmax.ops import controllable as C
 from hf_entmax.ops.controllable.attention import as_sparsemax_attention
-from hf_entmax.ops.controllable.properties import TABLE
 from hf_entmax.ops.mapping import sparsemax
 from hf_entmax.ops.options import AttentionOptions
 

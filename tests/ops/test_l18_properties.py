@@ -1,13 +1,13 @@
 """The property table of the mappings, shown: each tick on random scores, each cross by its counter-example."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hf_entmax.ops.controllable.properties import PROPERTIES, TABLE, markdown_table
+from l18_properties import PROPERTIES, TABLE, markdown_table
 
 CLAIMED = [(name, prop) for name in TABLE for prop in PROPERTIES if TABLE[name].claims[prop].holds is not False]
 REFUTED = [(name, prop) for name in TABLE for prop in PROPERTIES if TABLE[name].claims[prop].refuted_by is not None]
@@ -160,8 +160,10 @@ def test_all_are_permutation_equivariant_distributions(name, data):
     assert torch.allclose(apply(name, z[:, order]), probs[:, order], atol=1e-9)
 
 
-def test_the_generated_table_has_a_row_for_each_mapping():
+def test_the_page_has_this_table():
     lines = markdown_table().splitlines()
+    page = Path(__file__).parents[2] / "model_cards" / "controllable_mappings.md"
+    assert markdown_table() in page.read_text(encoding="utf-8")
     assert len(lines) == len(TABLE) + 2
     assert {line.count("|") for line in lines} == {8}
     hourglass = next(line for line in lines if "`sparsehourglass`" in line)

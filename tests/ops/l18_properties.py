@@ -1,4 +1,4 @@
-r"""The properties of the mappings, each with the condition under which it holds or the example that refutes it.
+r"""The properties of the controllable mappings, each with the condition under which it holds or the example that refutes it.
 
 The definitions, for a mapping ``rho`` of ``R^K`` to the simplex:
 
