@@ -26,20 +26,13 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
 from common.batches import Batches, evenly
-from common.blocks import Block, check_sizes, collate, prepare, read_splits
+from common.blocks import Block, check_sizes, collate, prepare, read_splits, text_measures
 from common.finish import check_finish, finish
 from common.heads import head_statistics
-from common.perplexity import text_measures
 from common.pretrained import check_causal, check_length
 from common.results import END, columns
 from common.run import Run, write_atomically
@@ -124,6 +117,7 @@ def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
 
 def build_model(settings: Settings, vocabulary: int) -> Any:
     """A model from scratch in the shape of a known family."""
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     if settings.architecture == "gpt2":
         config: Any = GPT2Config(
             vocab_size=vocabulary,
@@ -134,9 +128,7 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
             resid_pdrop=settings.dropout,
             embd_pdrop=settings.dropout,
             attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
+            **ends,
         )
     else:
         config = LlamaConfig(
@@ -147,9 +139,7 @@ def build_model(settings: Settings, vocabulary: int) -> Any:
             num_hidden_layers=settings.layers,
             num_attention_heads=settings.heads,
             tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
+            **ends,
         )
     return AutoModelForCausalLM.from_config(config)
 

@@ -36,6 +36,8 @@ CLOZE = Path(__file__).parent / "data" / "cloze.tsv"
 #: What one unit (a block, a sentence, a pair) contributes, and the figure that a list of such units comes to.
 Units = list[Tensor]
 Figure = Callable[[Tensor], float]
+#: Name, units of a model, and figures of a task.
+Task = tuple[str, Callable[[Any], Units], dict[str, Figure]]
 
 
 def parse() -> argparse.Namespace:
@@ -91,10 +93,7 @@ def cloze_units(model: Any, tokenizer: Any, rows: list[tuple[str, ...]]) -> Unit
     return units
 
 
-def causal_tasks(
-    args: argparse.Namespace, tokenizer: Any
-) -> Iterator[tuple[str, Callable[[Any], Units], dict[str, Figure]]]:
-    """Name, units of a model, and figures of each task."""
+def causal_tasks(args: argparse.Namespace, tokenizer: Any) -> Iterator[Task]:
     measures: dict[str, Figure] = {
         "perplexity": lambda tokens: float(tokens[0].mean().exp()),
         "accuracy": lambda tokens: float(tokens[1].mean()),
@@ -108,10 +107,7 @@ def causal_tasks(
     yield "cloze", lambda model: cloze_units(model, tokenizer, rows), {"accuracy": lambda values: float(values.mean())}
 
 
-def encoder_tasks(
-    args: argparse.Namespace, tokenizer: Any
-) -> Iterator[tuple[str, Callable[[Any], Units], dict[str, Figure]]]:
-    """As `causal_tasks`."""
+def encoder_tasks(args: argparse.Namespace, tokenizer: Any) -> Iterator[Task]:
     mean: dict[str, Figure] = {"accuracy": lambda values: float(values.mean())}
     texts, partners = map(list, zip(*read_text_pairs(args.pairs, "source", "target"), strict=True))
     similarities: dict[int, Tensor] = {}
@@ -160,10 +156,9 @@ def interval(before: Units, after: Units, figure: Figure, samples: int = 1000) -
         chosen = torch.randint(len(before), (len(before),), generator=generator).tolist()
         old, new = (figure(torch.cat([units[i] for i in chosen], -1)) for units in (before, after))
         differences.append(new - old)
-    low, high = torch.tensor(differences, dtype=torch.float64).quantile(
-        torch.tensor([0.025, 0.975], dtype=torch.float64)
-    )
-    return float(low), float(high)
+    both = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.tensor(differences, dtype=torch.float64).quantile(both).tolist()
+    return low, high
 
 
 def main() -> None:

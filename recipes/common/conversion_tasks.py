@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq
 
 from common.batches import collated
-from common.blocks import collate, prepare, read_splits
-from common.perplexity import text_measures
+from common.blocks import collate, prepare, read_splits, text_measures
 from common.pretrained import check_causal, check_encoder
 from common.run import Run
 from common.sentences import check_pooling, embed, pair_batch, read_text_pairs, retrieval, spearman
@@ -175,9 +175,8 @@ def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Ru
     before: dict[str, torch.Tensor] = {}
 
     def similarities(model: Any, split: str) -> torch.Tensor:
-        texts, partners = (
-            embed(model, side, tokenizer, settings.max_tokens) for side in zip(*pairs[split], strict=True)
-        )
+        sides = zip(*pairs[split], strict=True)
+        texts, partners = (embed(model, side, tokenizer, settings.max_tokens) for side in sides)
         return texts @ partners.T
 
     def measure(model: Any, split: str) -> dict[str, float]:
@@ -191,16 +190,14 @@ def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Ru
         return pair_batch(rows, tokenizer, settings.max_tokens) | {"labels": torch.arange(len(rows))}
 
     looked_at = pairs["dev"][:64]
-    probe = [
-        pair_batch(looked_at[start : start + 8], tokenizer, settings.max_tokens)
-        for start in range(0, len(looked_at), 8)
-    ]
+    starts = range(0, len(looked_at), 8)
+    probe = [pair_batch(looked_at[start : start + 8], tokenizer, settings.max_tokens) for start in starts]
     return Task(
         pairs["train"],
         batch,
         lambda pair: len(pair[0]) + len(pair[1]),
         count_labels,
-        [{name: values.to(run.accelerator.device) for name, values in part.items()} for part in probe],
+        send_to_device(probe, run.accelerator.device),
         lambda model: measure(model, "dev"),
         lambda model, name: measure(model, "test"),
     )

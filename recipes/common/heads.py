@@ -56,12 +56,10 @@ def output_support(members: Sequence[Any], batches: Iterable[dict[str, Any]]) ->
     Reference:
         Peters, Niculae, Martins 2019, table 3.
     """
-    alphas = [SamplingMetrics.for_model(member).alpha for member in members]
+    pairs = [(member, SamplingMetrics.for_model(member).alpha) for member in members]
     total = positions = 0.0
     for batch in batches:
-        probs = sum(
-            entmax(member(**batch).logits.float(), alpha) for member, alpha in zip(members, alphas, strict=True)
-        )
+        probs = sum(entmax(member(**batch).logits.float(), alpha) for member, alpha in pairs)
         count = int((batch["labels"] != -100).sum())
         total += count * float(support_size(probs, batch["labels"]))
         positions += count

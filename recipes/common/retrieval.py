@@ -117,9 +117,8 @@ class Retrieval(nn.Module):
 
     def encoded(self, items: Tensor) -> Tensor:
         """``[S, size, length, WIDTH]``."""
-        return torch.stack(
-            [F.relu(own.flatten(0, 1) @ w).view(*own.shape[:2], WIDTH) for own, w in zip(items, self.item, strict=True)]
-        )
+        pairs = zip(items, self.item, strict=True)
+        return torch.stack([F.relu(own.flatten(0, 1) @ w).view(*own.shape[:2], WIDTH) for own, w in pairs])
 
     def alphas(self) -> float | Tensor:
         """Of each model ``[S]``, or one number."""
@@ -159,10 +158,8 @@ class Retrieval(nn.Module):
         """Logits ``[S, size, CLASSES]``."""
         encoded = self.encoded(items)
         if self.row.top:
-            weights = self.weights(self.scores(encoded))
-            return self.answers(
-                torch.stack([(w[:, None] @ own)[:, 0] for w, own in zip(weights, encoded, strict=True)])
-            )
+            pairs = zip(self.weights(self.scores(encoded)), encoded, strict=True)
+            return self.answers(torch.stack([(w[:, None] @ own)[:, 0] for w, own in pairs]))
         keys = encoded.transpose(0, 1)
         query = (self.query * self.factor(keys.shape[2])[:, None])[None, :, None].expand(len(keys), -1, 1, -1)
         return self.answers(entmax_attention(query, keys, keys, self.alphas())[0][:, :, 0].transpose(0, 1))
@@ -193,9 +190,8 @@ def train(model: Retrieval, steps: int, batch: int, lr: float) -> Tensor:
     last = torch.zeros(model.count)
     for step in range(steps):
         items, wanted = model.batch(batch, TRAINED_AT)
-        losses = (
-            F.cross_entropy(model(items).flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape).mean(-1)
-        )
+        each = F.cross_entropy(model(items).flatten(0, 1), wanted.flatten(), reduction="none")
+        losses = each.view(wanted.shape).mean(-1)
         optimizer.zero_grad()
         losses.sum().backward()  # no seed reaches another's numbers
         optimizer.step()

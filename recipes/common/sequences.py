@@ -116,17 +116,11 @@ class Decoder(nn.Module):
     def __init__(self, row: Row, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(SEPARATOR + 1 + KEYS, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "attention": nn.Sequential(nn.LayerNorm(width), Attention(width, heads, row)),
-                    "perceptron": nn.Sequential(
-                        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-                    ),
-                }
-            )
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads, row))
+            perceptron = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+            self.layers.append(nn.ModuleDict({"attention": attention, "perceptron": nn.Sequential(*perceptron)}))
         self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, SYMBOLS))
         nn.init.normal_(self.embedding.weight, std=0.5)
 
@@ -141,12 +135,8 @@ class Decoder(nn.Module):
     def alphas(self) -> list[float]:
         """Of all heads."""
         with torch.no_grad():
-            found = [layer["attention"][1].alpha() for layer in self.layers]
-            heads = [
-                torch.as_tensor(a).expand(layer["attention"][1].heads)
-                for a, layer in zip(found, self.layers, strict=True)
-            ]
-        return torch.cat(heads).tolist()
+            attentions = [layer["attention"][1] for layer in self.layers]
+            return torch.cat([torch.as_tensor(own.alpha()).expand(own.heads) for own in attentions]).tolist()
 
 
 def train(model: Decoder, task: str, seed: int, steps: int, size: int, longest: int, lr: float) -> float:

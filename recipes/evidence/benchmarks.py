@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from . import long_context
 from .model_types import model_types
-from .rows import ROOT, Rows, distinct, table
+from .rows import ROOT, Rows, distinct, row_table, table
 
 FOLDER = ROOT / "recipes" / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", FOLDER / "README.md")
@@ -23,24 +23,15 @@ _MARKED = re.compile(r"(<!-- (?!end)(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def attention() -> str:
     """Every case of the attention benchmark that has a limit, with what was measured."""
     rows = read("targets-cpu")
-    density = {row["case"]: row["density"] for row in rows if row["density"]}
-    cells = []
-    for row in rows:
-        if not row["target"]:
-            continue
-        known = density.get(row["case"])
-        ratio, limit = float(row["ratio"]), float(row["target"])
-        cells.append(
-            (
-                f"{row['case']}, {row['mode']}",
-                f"{100 * float(known):.1f} %" if known else "dense",
-                f"`{row['implementation']}`",
-                f"{limit:g}",
-                f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}",
-                "**missed**" if ratio > limit else "",
-            )
-        )
-    return table(("case", "density", "against", "at most", "measured", ""), cells)
+    density = {row["case"]: float(row["density"]) for row in rows if row["density"]}
+    return row_table([row for row in rows if row["target"]], {
+        "case": lambda row: f"{row['case']}, {row['mode']}",
+        "density": lambda row: f"{100 * density[row['case']]:.1f} %" if row["case"] in density else "dense",
+        "against": lambda row: f"`{row['implementation']}`",
+        "at most": lambda row: f"{float(row['target']):g}",
+        "measured": lambda row: f"{float(row['ratio']):{'.2g' if float(row['ratio']) < 0.1 else '.2f'}}",
+        "": lambda row: "**missed**" if float(row["ratio"]) > float(row["target"]) else "",
+    })  # fmt: skip
 
 
 def _losses(name: str, implementation: str, mode: str) -> str:

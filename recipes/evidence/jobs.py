@@ -125,9 +125,7 @@ def curves(jobs: list[Job], results: Path, folder: Path) -> int:
     Returns:
         How many runs were read.
     """
-    rows: dict[str, list[dict[str, Any]]] = {
-        command: list(own) for (command,), own in grouped(Rows(results)("dev_curves"), "command").items()
-    }
+    rows: dict[str, list[Any]] = {key[0]: own for key, own in grouped(Rows(results)("dev_curves"), "command").items()}
     count = 0
     for job in jobs:
         log = folder / job.name / "log.jsonl"

@@ -12,6 +12,9 @@ from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
 
 #: Templates, by the page that is made of them.
 PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
+OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
+#: What templates may call, by its name.
+CALLED = (claims, length, long_context, mappings, pretrained, pretrained_heads, tables, column, machines, origin)
 
 
 def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figures") -> str:
@@ -23,29 +26,14 @@ def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figu
         figures: folder of the figures; a page shows those that are there.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, **OPTIONS
     )
 
     def shown(name: str, text: str) -> str:
         return f"![{text}](figures/{name}.png)\n\n" if (figures / f"{name}.png").exists() else ""
 
-    page = environment.get_template(template).render(
-        rows=Rows(results),
-        claims=claims,
-        tables=tables,
-        length=length,
-        long_context=long_context,
-        mappings=mappings,
-        pretrained=pretrained,
-        pretrained_heads=pretrained_heads,
-        column=column,
-        machines=machines,
-        origin=origin,
-        shown=shown,
-    )
+    named = {each.__name__.rpartition(".")[2]: each for each in CALLED}
+    page = environment.get_template(template).render(rows=Rows(results), shown=shown, **named)
     return re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n"
 
 
