@@ -111,17 +111,7 @@ class ExactSparseLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor | SparseRows | None]:
         """`hf_entmax.ops.attention.attend` over keys of this layer, reading only those that may have weight.
 
-        Args:
-            module: the attention module that asks; the cache must have been filled through the same one.
-            query: ``[B, H, T_q, D]``.
-            key: as `update` returned it.
-            value: likewise.
-            alpha: of the module's heads.
-            options: as for `attend`.
-            backend: as for `attend`.
-
-        Returns:
-            The output ``[B, H, T_q, D_v]``, and weights where they were asked for.
+        ``module`` asks, through which the cache must have been filled; ``key`` and ``value`` are as `update` returned them.
 
         Raises:
             ValueError: if the cache was filled by another model, with another alpha or without the plugin, or if the

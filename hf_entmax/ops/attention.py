@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_entmax.ops import backends
+from hf_entmax.ops import backends, dense
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.mapping import check_alpha
 from hf_entmax.ops.options import AttentionOptions, append_sink
@@ -98,8 +98,8 @@ def attend(
     options.check(query, key, value)
     alpha, keys = head_alpha(alpha, query.shape[1]), key.shape[2]
     key, value, options = append_sink(query, key, value, options)
-    kernel = backends.choose(backend, query, key, value, alpha, options)
-    out, weights = kernel(query, key, value, alpha, options)
+    module = backends.kernel_module(backend, query, key, value, alpha, options)
+    out, weights = (module or dense).attention(query, key, value, alpha, options)
     return out, of_keys(weights, keys)
 
 

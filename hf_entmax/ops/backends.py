@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from hf_entmax.ops import dense
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import recorded, traced
-from hf_entmax.ops.sparse_rows import SparseRows
 
 Backend = Literal["auto", "torch", "numba", "triton"]
 _peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
@@ -116,33 +113,12 @@ def _load(name: str) -> bool:
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose(
-    name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
-) -> Callable[..., tuple[Tensor, Tensor | SparseRows | None]]:
-    """Return the attention function to call; arguments and errors as of `kernel_module`.
-
-    Returns:
-        A function ``(query, key, value, alpha, options) -> (out, weights | None)``.
-    """
-    module = kernel_module(name, query, key, value, alpha, options)
-    return dense.attention if module is None else module.attention
-
-
 def kernel_module(
     name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> ModuleType | None:
-    """Return the package of fused kernels to call.
+    """The package of fused kernels for a call of `entmax_attention`, or None for the dense path.
 
-    Args:
-        name: one of `BACKENDS`.
-        query: the query tensor, whose device and dtype decide for ``auto``.
-        key: the key tensor.
-        value: the value tensor.
-        alpha: as in `entmax_attention`.
-        options: what the call is asked to do.
-
-    Returns:
-        The package, or None for the dense path.
+    ``name`` is one of `BACKENDS`; for ``"auto"`` device and dtype of the query decide.
 
     Raises:
         ValueError: if ``name`` is unknown, or cannot run here or with these arguments (naming the argument).

@@ -22,28 +22,14 @@ Normalizer = Callable[[Tensor, "Tensor | None"], Tensor]
 
 
 def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer: Normalizer,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, normalizer: Normalizer, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     r"""Attend with a normaliser of choice.
 
     .. math:: O = \mathrm{normalizer}(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask}) V
 
-    Args:
-        query: ``[B, H, T_q, D]``.
-        key: ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``; query head ``h`` reads key head ``h // (H //
-            H_kv)``.
-        value: ``[B, H_kv, T_k, D_v]``.
-        normalizer: maps scores ``[B, H, T_q, T_k]`` and a bool mask (True = may receive mass; None = all may) to
-            weights. It may overwrite the scores.
-        options: what the call is asked to do. ``need_weights="sparse"`` gives dense weights all the same.
-
-    Returns:
-        ``[B, H, T_q, D_v]`` and the weights ``[B, H, T_q, T_k]`` (after dropout, as Transformers' eager attention
-        returns them) or None. Queries that may attend to no key have output 0.
+    Tensors and results are those of `hf_entmax.ops.entmax_attention`; ``need_weights="sparse"`` gives dense weights all the
+    same. The normaliser may overwrite the scores.
 
     Raises:
         TypeError: if query and key differ in dtype, outside autocast.

@@ -25,18 +25,10 @@ class AttentionOptions:
     are aligned bottom-right: the last query stands at the last key. A key that is not visible has weight 0 and is not
     read, whatever it holds.
 
+    The fields are the arguments of `hf_entmax.ops.entmax_attention`, where they are described, and two more. A position bias
+    may carry mask values as well; a window is a lower limit alone, the usual causal one with ``is_causal``.
+
     Args:
-        attention_mask: bool (True = may attend) or additive float, broadcastable to ``[B, H, T_q, T_k]``. Entries at or
-            below ``finfo.min / 2`` of the mask's dtype (``-inf``, ``finfo.min``) never receive mass.
-        key_padding_mask: bool ``[B, T_k]``, True for real keys.
-        position_bias: float, broadcastable to ``[B, H, T_q, T_k]``; added after the cap; may carry mask values as above.
-        is_causal: query ``i`` sees key ``j`` only when ``j <= i + T_k - T_q``.
-        sliding_window: query ``i`` sees key ``j`` only when ``j > i + T_k - T_q - sliding_window``; at least 1. A lower
-            limit alone: combine it with ``is_causal`` for the usual causal window.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and mask; above 0.
-        scaling: factor of the scores; ``D ** -0.5`` if None.
-        dropout: probability of dropping a weight, from 0 to ``1 - 2**-24``; applied whenever it is above 0.
-        need_weights: whether to return the weights; ``"sparse"`` allows `hf_entmax.ops.SparseRows`.
         sink: floating ``[H]``, the score of one more key that every query sees, whose value is 0; it comes after the cap.
         alpha_max: the caller's promise that no alpha is above it; up to 2 it spares graphs a solver.
 
@@ -75,12 +67,7 @@ class AttentionOptions:
             raise ValueError(f"dropout is {self.dropout}, but must be in [0, 1), and at most 1 - 2**-24.")
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check the tensors of a call and that these options fit them.
-
-        Args:
-            query: must be ``[B, H, T_q, D]``.
-            key: must be ``[B, H_kv, T_k, D]`` with ``H`` a multiple of ``H_kv``.
-            value: must be ``[B, H_kv, T_k, D_v]``.
+        """Check the tensors of a call, as `hf_entmax.ops.entmax_attention` describes them, and that these options fit them.
 
         Raises:
             TypeError: if a tensor has the wrong dtype.
@@ -139,12 +126,7 @@ class AttentionOptions:
         return [t for t in (self.position_bias, self.attention_mask) if t is not None and t.dtype != torch.bool]
 
     def key_range(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """By position alone, the first visible key of each query and one past the last.
-
-        Args:
-            queries: T_q.
-            keys: T_k.
-            device: of the results.
+        """By position alone, the first visible key of each of ``T_q`` queries and one past the last, of ``T_k`` keys.
 
         Returns:
             Two int64 ``[T_q]`` in ``0...T_k``, the first nowhere above the second.
@@ -156,12 +138,7 @@ class AttentionOptions:
         return torch.minimum((end - self.sliding_window).clamp(min=0), stop), stop
 
     def visible(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which key each query may attend to.
-
-        Args:
-            queries: T_q.
-            keys: T_k.
-            device: of the tensors of the call.
+        """Which of ``T_k`` keys each of ``T_q`` queries may attend to.
 
         Returns:
             bool, broadcastable to ``[B, H, T_q, T_k]``, True = may attend; None where every query sees every key.
@@ -187,16 +164,7 @@ class AttentionOptions:
         return allowed.expand(*query.shape[:3], key.shape[2])
 
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """How many keys each query may attend to.
-
-        Args:
-            queries: T_q.
-            keys: T_k.
-            device: of the tensors of the call.
-
-        Returns:
-            int64, broadcastable to ``[B, H, T_q]``, of three dimensions.
-        """
+        """How many of ``T_k`` keys each of ``T_q`` queries may attend to: int64 ``[B or 1, H or 1, T_q or 1]``."""
         if self.attention_mask is None and self.position_bias is None:
             start, stop = self.key_range(queries, keys, device)
             if self.key_padding_mask is None:

@@ -78,11 +78,11 @@ def test_auto_takes_the_kernel_of_the_device(fresh, monkeypatch):
     # Nothing is lost on the way.
     assert {name: getattr(numba[0], name) for name in options} == options
     arguments = set(inspect.signature(entmax_attention).parameters) - {"query", "key", "value", "alpha", "backend"}
-    # The largest alpha is a promise of the integration, not an argument.
-    assert set(vars(numba[0])) == arguments | {"alpha_max"}
+    # The largest alpha is a promise of the integration, a sink is a key by now: neither is an argument.
+    assert set(vars(numba[0])) == arguments | {"alpha_max", "sink"} and numba[0].sink is None
     entmax_attention(*tensors("meta"), 1.5)
     assert len(numba) == 1 and not triton
-    assert backends.choose("triton", query, key, value, 1.5, AttentionOptions()) is backends._loaded["triton"].attention
+    assert backends.kernel_module("triton", query, key, value, 1.5, AttentionOptions()) is backends._loaded["triton"]
 
 
 def test_auto_falls_back_and_an_explicit_choice_does_not(fresh, monkeypatch):

@@ -30,18 +30,7 @@ _DEFAULTS = AttentionOptions()
 def unsupported(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions = _DEFAULTS
 ) -> str | None:
-    """Say why the kernel cannot take these arguments.
-
-    Args:
-        query: ``[B, H, T_q, D]``.
-        key: ``[B, H_kv, T_k, D]``.
-        value: ``[B, H_kv, T_k, D_v]``.
-        alpha: a float or a tensor ``[H]``.
-        options: what the call is asked to do.
-
-    Returns:
-        The reason, which names the argument, or None if `attention` can be called.
-    """
+    """Say why the kernel cannot take these arguments of `attention`, naming one, or None if it can."""
     tensors = {"query": query, "key": key, "value": value, "alpha": alpha, **options.tensors()}
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and not tensor.is_cpu:
@@ -55,10 +44,7 @@ def unsupported(
 
 
 def compile_kernels(report: Callable[[str], None]) -> str | None:
-    """Compile all kernels ahead of their first use.
-
-    Args:
-        report: called with the name of each kernel when it is ready.
+    """Compile all kernels ahead of their first use, and report the name of each that is ready.
 
     Returns:
         The folder of the machine code, or None where it cannot be kept.
@@ -80,11 +66,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
     """Entmax attention on the CPU; arguments and results as in `hf_entmax.ops.entmax_attention`.
 
@@ -129,12 +111,7 @@ def attention(
 
 
 def exact_sparse_attention(
-    query: Tensor,
-    sketch: KeySketch,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    options: AttentionOptions,
+    query: Tensor, sketch: KeySketch, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """`hf_entmax.ops.exact_sparse_attention` on the CPU: the output, and its counts as one int64 tensor ``[3, B, H]``.
 

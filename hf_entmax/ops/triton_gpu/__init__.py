@@ -48,18 +48,7 @@ _THRESHOLD_BITS = 18.0
 def unsupported(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions = _DEFAULTS
 ) -> str | None:
-    """Say why this backend cannot honour a call, naming the argument, or None if it can.
-
-    Args:
-        query: as in `hf_entmax.ops.entmax_attention`, already validated there.
-        key: likewise.
-        value: likewise.
-        alpha: likewise.
-        options: what the call is asked to do.
-
-    Returns:
-        The reason, or None.
-    """
+    """Say why this backend cannot honour a call of `attention`, naming the argument, or None if it can."""
     if not _HAS_TRITON:
         return "triton is not installed (pip install 'hf_entmax[gpu]')"
     if (reason := _unfit_device(query)) is not None:
@@ -100,11 +89,7 @@ def largest_alpha(keys: int) -> float:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Entmax attention by the fused kernels, for calls that `unsupported` has nothing against.
 
@@ -124,35 +109,14 @@ def attention(
     call = torch.ops.hf_entmax.triton_attention
     if need_grad and not torch.compiler.is_compiling():
         call = operators.EntmaxAttentionFunction.apply
-    out, weights, *_ = call(  # type: ignore[misc]
-        query,
-        key,
-        value,
-        alphas,
-        options.attention_mask,
-        options.position_bias,
-        options.key_padding_mask,
-        seed,
-        exact_alpha,
-        bool(options.is_causal),
-        options.sliding_window or 0,
-        float(options.softcap or 0.0),
-        options.scale(query.shape[3]),
-        float(options.dropout),
-        bool(options.need_weights),
-        need_grad,
-        need_grad and alphas.requires_grad,
-    )
+    given = _arguments(query, key, value, alphas, seed, exact_alpha, options)
+    needs = (bool(options.need_weights), need_grad, need_grad and alphas.requires_grad)
+    out, weights, *_ = call(*given, *needs)  # type: ignore[misc]
     return out, weights if options.need_weights else None
 
 
 def exact_sparse_attention(
-    query: Tensor,
-    sketch: KeySketch,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    options: AttentionOptions,
+    query: Tensor, sketch: KeySketch, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """`hf_entmax.ops.exact_sparse_attention` by two kernels: the output, and its counts.
 
@@ -162,25 +126,25 @@ def exact_sparse_attention(
     from hf_entmax.ops.triton_gpu import exact_host
 
     alphas, exact_alpha = _alphas(alpha, query.shape[1], key)
-    inputs = operators.Arguments(
-        query,
-        key,
-        value,
-        alphas,
-        options.attention_mask,
-        options.position_bias,
-        options.key_padding_mask,
-        None,
-        exact_alpha,
-        bool(options.is_causal),
-        options.sliding_window or 0,
-        float(options.softcap or 0.0),
-        options.scale(query.shape[3]),
-        0.0,
-    )
+    inputs = _arguments(query, key, value, alphas, None, exact_alpha, options)
     out, (read, nonzero) = exact_host.attend(inputs, sketch, options.sink)
     visible = options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3])
     return out, (visible.sum(-1), read.sum(-1), nonzero.sum(-1))
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alphas: Tensor,
+    seed: Tensor | None,
+    exact_alpha: float,
+    options: AttentionOptions,
+) -> operators.Arguments:
+    tensors = (query, key, value, alphas, options.attention_mask, options.position_bias, options.key_padding_mask, seed)
+    limits = (bool(options.is_causal), options.sliding_window or 0)
+    numbers = (float(options.softcap or 0.0), options.scale(query.shape[3]), float(options.dropout))
+    return operators.Arguments(*tensors, exact_alpha, *limits, *numbers)
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:

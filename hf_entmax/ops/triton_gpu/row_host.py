@@ -22,17 +22,7 @@ STEEP = False
 def solve_rows(
     scores: Tensor, u: float | Tensor, *, floor: float = -math.inf, out: Tensor | None = None
 ) -> RowSolution:
-    """Entmax of each row, all probabilities.
-
-    Args:
-        scores: ``[n, V]`` with ``V >= 1``, float32, bfloat16 or float16, on CUDA.
-        u: ``alpha - 1``, from 0 to 1, a float or ``[n, 1]``.
-        floor: entries at or below it get no mass.
-        out: ``[n, V]``, contiguous, any dtype: the probabilities are written there; float32 by default.
-
-    Returns:
-        The solution, computed in float32, with sums per row in float64 from there on.
-    """
+    """As `hf_entmax.ops.numba_cpu.row_host.solve_rows` on CUDA, for ``u`` up to 1, all probabilities; sums per row are float64."""
     maximum = scores.amax(-1, keepdim=True).float()
     impossible = maximum <= floor
     maximum.masked_fill_(impossible, 0.0)
@@ -52,16 +42,7 @@ def solve_rows(
 def recompute_rows(
     scores: Tensor, maximum: Tensor, shift: Tensor, scale: Tensor, u: float | Tensor, out: Tensor
 ) -> None:
-    """All weights of rows that were solved before, times ``scale``.
-
-    Args:
-        scores: as given to `solve_rows`.
-        maximum: ``[n, 1]``, as returned by it; likewise ``shift``.
-        shift: ``[n, 1]``.
-        scale: ``[n, 1]``, times whatever else the weights are to be multiplied by.
-        u: as given to `solve_rows`.
-        out: contiguous ``[n, V]``, any dtype, overwritten.
-    """
+    """As `hf_entmax.ops.numba_cpu.row_host.recompute_rows` on CUDA, to a contiguous ``out`` of any dtype."""
     numbers = (tensor.float().contiguous() for tensor in (maximum, shift, scale))
     _launch(row_kernels._write_rows_kernel, scores, next(numbers), u, -math.inf, *numbers, out)
 
