@@ -72,36 +72,13 @@ def analyze_command(
     title: Annotated[str | None, Option(help="Heading of the report.")] = None,
 ) -> None:
     """Say what every attention head does: statistics, roles, figures and one report to open in a browser."""
+    options = locals()  # named as the arguments of `analyze`, but for some
+    options |= {"compare": compare or (), "names": options.pop("name") or None, "num_examples": options.pop("examples")}
+    options["scores"] = dict(map(_score, options.pop("score") or ()))
     from hf_entmax.analysis.analyze import analyze
 
     errors = Console(stderr=True)
-    result = analyze(
-        model,
-        data,
-        task=task,
-        compare=compare or (),
-        names=name or None,
-        conllu=conllu,
-        alignments=alignments,
-        out=out,
-        source_column=source_column,
-        target_column=target_column,
-        split=split,
-        dataset_config=dataset_config,
-        max_sentences=max_sentences,
-        batch_size=batch_size,
-        max_length=max_length,
-        language=language,
-        importance=importance,
-        importance_sentences=importance_sentences,
-        num_examples=examples,
-        decode=decode,
-        scores=dict(map(_score, score or ())),
-        figures=figures,
-        device=device,
-        title=title,
-        warn=lambda text: errors.print(f"[yellow]{escape(text)}[/]"),
-    )
+    result = analyze(**options, warn=lambda text: errors.print(f"[yellow]{escape(text)}[/]"))
     if result.report is None:  # not the main process
         return
     from hf_entmax.analysis.report.findings import summarize

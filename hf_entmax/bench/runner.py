@@ -319,7 +319,8 @@ def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) ->
     return rows
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -342,7 +343,7 @@ def _row(
 ) -> Measurement:
     """A row of case, implementation and mode; ``told`` are ratio, target and density."""
     middle, low, high = (quantile(values, share) for share in (0.5, 0.2, 0.8))
-    versions = {package: _version(package) for package in ("torch", "numba", "triton")}
+    versions = {package: package_version(package) for package in ("torch", "numba", "triton")}
     versions |= {"dtype": dtype.removeprefix("torch."), "python": platform.python_version()}
     machine = {"device": device_name(device), "threads": torch.get_num_threads(), **versions}
     return Measurement(*what, middle, low, high, unit, *told, repeats=len(values), **machine)

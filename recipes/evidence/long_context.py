@@ -43,16 +43,8 @@ def operator(rows: Rows) -> str:
 
 def limits(rows: Rows) -> str:
     """What was read at 8,192 tokens by whole models and at 32,768 keys by the operator, beside the speed of memory."""
-    head = [
-        "what",
-        "alpha",
-        "MiB",
-        "ms at the speed of memory",
-        "ms",
-        "softmax: MiB",
-        "ms at the speed of memory",
-        "ms",
-    ]
+    times = ["ms at the speed of memory", "ms"]
+    head = ["what", "alpha", "MiB", *times, "softmax: MiB", *times]
     head += ["its time over ours, if memory were all", "as measured"]
     cases = []
     for row in rows("long_context", length=8192):

@@ -6,16 +6,9 @@ from .rows import CARDS, Row, Rows, distinct, table
 
 #: The checks of a model type: columns of the table, in their order.
 CHECKS = (
-    "alpha_1_equals_eager",
-    "every_alpha_gets_a_gradient",
-    "no_softmax_in_attention",
-    "causal",
-    "padding",
-    "cached",
-    "save_and_load",
-    "unpatch",
-    "loud_without_plugin",
-)
+    "alpha_1_equals_eager", "every_alpha_gets_a_gradient", "no_softmax_in_attention", "causal", "padding", "cached",
+    "save_and_load", "unpatch", "loud_without_plugin",
+)  # fmt: skip
 
 #: Why a model type was not built or not run: what its reason begins with.
 PART = "no class of Transformers loads it by itself, only the model that it is a part of"

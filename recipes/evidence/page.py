@@ -8,13 +8,14 @@ from pathlib import Path
 import jinja2
 
 from . import benchmarks, claims, length, long_context, mappings, pretrained, pretrained_heads, tables
-from .rows import CARDS, RESULTS, ROOT, Rows, column, machines, origin
+from .rows import CARDS, RESULTS, ROOT, Rows, column, commands, machines, origin
 
 #: Templates, by the page that is made of them.
 PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
 #: What templates may call, by its name.
-CALLED = (claims, length, long_context, mappings, pretrained, pretrained_heads, tables, column, machines, origin)
+CALLED = (claims, length, long_context, mappings, pretrained, pretrained_heads, tables)
+CALLED += (column, commands, machines, origin)
 
 
 def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figures") -> str:

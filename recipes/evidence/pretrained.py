@@ -8,7 +8,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from .judging import Finding, found
-from .rows import Row, Rows, column, grouped, machines, mean, numbers, pick, table
+from .rows import Row, Rows, column, grouped, mean, numbers, pick, row_table, table
 
 #: Conversions: group of rows -> what its model is called.
 MODELS = {"convert_encoder": "all-MiniLM-L6-v2", "convert_smollm2": "SmolLM2-135M-Instruct"}
@@ -63,52 +63,35 @@ def conversions(rows: Rows, group: str) -> str:
 
 def calibrations(rows: Rows) -> str:
     """What zeros cost without training a weight, budget by budget."""
-    head = [
-        "model",
-        "set for each head",
-        "budget, %",
-        "zeros on calibration text, %",
-        "loss on other text, %",
-        "zeros there, %",
-    ]
-    head += ["similarity correlation", "partner found before, %", "after, %", "median alpha", "largest", "minutes"]
-    lines = []
-    for row in sorted(rows("calibration"), key=lambda row: (row["model"], row["temperature"], float(row["budget"]))):
-        zeros = [f"{100 * (1 - float(row[name])):.1f}" for name in ("density_calibration", "density")]
-        cells = [
-            row["model"],
-            _calibrated(row),
-            f"{float(row['budget']):g}",
-            zeros[0],
-            f"{float(row['heldout_percent']):+.2f}",
-            zeros[1],
-        ]
-        cells += [column([row], "similarity_correlation", 4)]
-        cells += [column([row], name, 1, 100) for name in ("accuracy_before", "accuracy")]
-        cells += [column([row], name) for name in ("alpha_median", "alpha_max")]
-        lines.append([*cells, column([row], "seconds", 0, 1 / 60)])
-    return table(head, lines)
+
+    def zeros(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{100 * (1 - float(row[name])):.1f}"
+
+    found = sorted(rows("calibration"), key=lambda row: (row["model"], row["temperature"], float(row["budget"])))
+    return row_table(found, {
+        "model": "model", "set for each head": _calibrated, "budget, %": lambda row: f"{float(row['budget']):g}",
+        "zeros on calibration text, %": zeros("density_calibration"),
+        "loss on other text, %": lambda row: f"{float(row['heldout_percent']):+.2f}", "zeros there, %": zeros("density"),
+        "similarity correlation": ("similarity_correlation", 4),
+        "partner found before, %": ("accuracy_before", 1, 100), "after, %": ("accuracy", 1, 100),
+        "median alpha": ("alpha_median",), "largest": ("alpha_max",), "minutes": ("seconds", 0, 1 / 60),
+    })  # fmt: skip
 
 
 def _calibrated(row: Row) -> str:
     return "alpha, temperature" if row["temperature"] == "True" else "alpha"
 
 
+def _difference(row: Row) -> str:
+    return f"{float(row['difference']):+.4f} ({float(row['low']):+.4f} to {float(row['high']):+.4f})"
+
+
 def tasks(rows: Rows) -> str:
     """What else is lost, with 95 % intervals of the difference; rows of several seeds follow each other."""
-    lines = []
-    for row in rows("pretrained_tasks"):
-        values = [f"{float(row[name]):.4f}" for name in ("before", "after")]
-        gap = f"{float(row['difference']):+.4f} ({float(row['low']):+.4f} to {float(row['high']):+.4f})"
-        lines.append([row["model"], row["task"], row["measure"], row["units"], *values, gap])
-    return table(["model", "task", "measure", "units", "original", "here", "difference (95 %)"], lines)
-
-
-def commands(found_rows: list[Row]) -> str:
-    """How rows were made, seeds left open, and where."""
-    shown = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in found_rows})
-    lines = "\n".join(f"    {command}" for command in shown)
-    return f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n{machines(found_rows)}.\n"
+    return row_table(rows("pretrained_tasks"), {
+        "model": "model", "task": "task", "measure": "measure", "units": "units", "original": ("before", 4),
+        "here": ("after", 4), "difference (95 %)": _difference,
+    })  # fmt: skip
 
 
 def figure(rows: Rows) -> Figure | None:

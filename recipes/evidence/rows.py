@@ -128,16 +128,19 @@ def machines(rows: Sequence[Row], *names: str) -> str:
     return "; ".join(sorted({"; ".join(row[name] for name in (*names, "hardware", "versions")) for row in rows}))
 
 
+def commands(rows: Sequence[Row]) -> str:
+    """How rows were made, seeds left open, and where."""
+    shown = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
+    lines = "\n".join(f"    {command}" for command in shown)
+    return f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n{machines(rows)}."
+
+
 def origin(rows: Sequence[Row], *sets: str) -> str:
-    """The commands, seeds left open, the hardware and the hours, and the fingerprints of public data sets."""
-    commands = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
+    """The commands, the hours, the hardware, and the fingerprints of public data sets."""
     hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
     trained = sum(row.get("train_seconds") != "" for row in rows)  # other rows test a model of one of these
     runs = {0: "No run", 1: "One run"}.get(trained, f"{trained} runs")
-    lines = "\n".join(f"    {command}" for command in commands)
     named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
     data = f" Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""
-    return (
-        f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n"
-        f"{runs}, {hours:.1f} hours of training beside other work on the same two cores. {machines(rows)}.{data}\n"
-    )
+    called, _, where = commands(rows).rpartition("\n\n")
+    return f"{called}\n\n{runs}, {hours:.1f} hours of training beside other work on the same two cores. {where}{data}\n"

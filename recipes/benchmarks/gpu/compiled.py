@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -81,8 +82,6 @@ def run(rows: Rows, setting: Setting) -> None:
 
 def in_a_process(name: str) -> dict[str, Any]:
     """One case in a process that compiles; "wrong" where a kernel does not fit or spills much."""
-    import os
-
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "recipes.benchmarks.gpu.compiled", name]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import subprocess
 from typing import Any
 
 import torch
+
+from hf_entmax.bench.runner import package_version
 
 from .rows import Rows
 from .setting import Setting, figures, too_old
@@ -29,12 +30,7 @@ def run(rows: Rows, setting: Setting) -> None:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+    return found | {package: package_version(package) or "missing" for package in PACKAGES}
 
 
 def device(setting: Setting) -> dict[str, Any]:

@@ -69,12 +69,10 @@ def run(rows: Rows, setting: Setting) -> None:
 def slowest(setting: Setting) -> tuple[int, int, float | None]:
     """Length, head dimension and wanted share of empty tiles of the case that is furthest from its goal."""
     worst, found = 0.0, ((20, 16, 0.5) if setting.tiny else (16384, 64, 0.65))
-    for line in read(setting.out):
-        ratios = (
-            [g["ratio"] / g["at_most"] for g in line.get("goals", {}).values()] if line["part"] == "timings" else []
-        )
-        if ratios and max(ratios) > worst:
-            worst, (_, _, length, head_dim) = max(ratios), line["shape"]
+    for line in [line for line in read(setting.out) if line["part"] == "timings"]:
+        furthest = max([g["ratio"] / g["at_most"] for g in line.get("goals", {}).values()], default=0.0)
+        if furthest > worst:
+            worst, (_, _, length, head_dim) = furthest, line["shape"]
             found = length, head_dim, None if "random" in line["case"] else line["empty_tiles"]
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_entmax.bench.runner import package_version
 from hf_entmax.bench.timing import interleaved_times, quantile
 
 ROOT = Path(__file__).parents[3]
@@ -85,11 +85,8 @@ def goal(ratio: float, at_most: float) -> dict[str, Any]:
 
 def too_old(package: str, wanted: tuple[int, ...]) -> str | None:
     """Why a package does not serve, with what to carry, or None."""
-    version = ".".join(map(str, wanted))
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"{package} is not installed; carry the wheel of {package}>={version}"
-    if tuple(int(part) for part in found.split(".")[:2]) >= wanted:
+    found = package_version(package)
+    if found and tuple(int(part) for part in found.split(".")[:2]) >= wanted:
         return None
-    return f"{package} {found} is installed; carry the wheel of {package}>={version}"
+    there = f"{package} {found} is installed" if found else f"{package} is not installed"
+    return f"{there}; carry the wheel of {package}>={'.'.join(map(str, wanted))}"

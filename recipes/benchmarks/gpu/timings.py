@@ -69,14 +69,11 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     grad_out = torch.randn_like(tensors[2])
     leaves = [*tensors, alpha]
 
-    def forward(attend: Attend) -> Callable[[], object]:
-        return torch.no_grad()(attend)
-
     def both(attend: Attend) -> Callable[[], object]:
         return lambda: torch.autograd.grad(attend(), leaves, grad_out, allow_unused=True)
 
     found: dict[str, Any] = {"shape": shape, "empty_tiles": round(share, 4), "errors": errors, "left_out": left_out}
-    for mode, wrap in (("forward", forward), ("forward+backward", both)):
+    for mode, wrap in (("forward", torch.no_grad()), ("forward+backward", both)):
         calls = {name: wrap(function) for name, function in functions.items()}
         found[mode] = figures(setting.times(calls, seconds=8.0))
     found["memory_mib"] = {name: round(peak_memory(both(f), setting.device), 1) for name, f in functions.items()}
