@@ -89,9 +89,8 @@ def text_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[str, Any]:
     """Loss with softmax attention and without, and what became of embeddings."""
     loss = pair_loss if pairs else text_loss
-    count = sum(
-        len(batch["input_ids"]) // 2 if pairs else int((batch["labels"][:, 1:] != -100).sum()) for batch in batches
-    )
+    size = (lambda b: len(b["input_ids"]) // 2) if pairs else (lambda b: int((b["labels"][:, 1:] != -100).sum()))
+    count = sum(map(size, batches))
     after = sum(float(loss(model, batch)) for batch in batches) / len(batches)
     own = [embeddings(model, batch) for batch in batches] if pairs else []
     with softmax_attention(model):
@@ -125,14 +124,9 @@ def main() -> None:
         model = auto.from_pretrained(args.model, dtype=torch.float32).eval()
         patch_model(model, backend="torch", length_scaling=scaling)
         start = time.perf_counter()
-        found = calibrate_alphas(
-            model,
-            batches,
-            math.log1p(budget / 100),
-            loss=pair_loss if args.pairs else None,
-            steps=args.steps,
-            progress=lambda line: print(line, flush=True),
-        )
+        options = {"steps": args.steps, "progress": lambda line: print(line, flush=True)}
+        loss = pair_loss if args.pairs else None
+        found = calibrate_alphas(model, batches, math.log1p(budget / 100), loss=loss, **options)
         seconds = time.perf_counter() - start
         rich.print(found)
         update_config(model, backend="auto")
@@ -141,23 +135,14 @@ def main() -> None:
         heads = torch.cat([values.flatten() for values in found.alphas.values()])
         inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in test]
         measures = heldout(model, test, bool(args.pairs)) | {"density": head_statistics(model, inputs)["density"]}
+        measures |= {"loss_before": found.loss_before, "loss_after": found.loss_after}
         row = {name: round(value, 5) if isinstance(value, float) else value for name, value in measures.items()}
+        row |= {"density_calibration": round(found.mean_density, 4), "seconds": round(seconds, 1)}
+        row |= {f"alpha_{name}": round(float(getattr(heads, name)()), 4) for name in ("median", "max")}
         results.add(
-            model=Path(args.model).name,
-            data=args.pairs or args.data,
-            temperature=args.temperature,
-            budget=budget,
-            calibration_tokens=found.tokens,
-            steps=args.steps,
-            loss_before=round(found.loss_before, 5),
-            loss_after=round(found.loss_after, 5),
-            density_calibration=round(found.mean_density, 4),
-            alpha_median=round(float(heads.median()), 4),
-            alpha_max=round(float(heads.max()), 4),
-            seconds=round(seconds, 1),
-            **row,
-            **same,
-        )
+            model=Path(args.model).name, data=args.pairs or args.data, temperature=args.temperature, budget=budget,
+            calibration_tokens=found.tokens, steps=args.steps, **row, **same,
+        )  # fmt: skip
         print(row, flush=True)
 
 

@@ -160,19 +160,16 @@ class Settings(RunSettings):
         self.require("density_floor", 0 <= self.density_floor < 1, "at least 0 and below 1")
         pressed = self.density_target is not None or self.loss_budget is not None
         self.require("density_floor", pressed or not self.density_floor, "left out: nothing pushes the density")
-        self.require(
-            "freeze_weights", not self.freeze_weights or self.learned, "false: only learned alphas would be left"
-        )
-        self.require("freeze_weights", not (self.freeze_weights and self.lora_rank), "false: adapters are weights")
+        alone = self.freeze_weights
+        self.require("freeze_weights", not alone or self.learned, "false: only learned alphas would be left")
+        self.require("freeze_weights", not (alone and self.lora_rank), "false: adapters are weights")
         if self.learned:
-            self.require(
-                "alpha_init", self.alpha_init == "normal", "left out: --release says where learned alphas begin"
-            )
+            begin = "left out: --release says where learned alphas begin"
+            self.require("alpha_init", self.alpha_init == "normal", begin)
             self.release = 1.5 if self.release is None else self.release
             self.require("release", 1 < self.release < 2, "between 1 and 2")
-        self.require(
-            "release", self.learned or self.release is None, f"left out: attention={self.attention} learns no alpha"
-        )
+        released = self.learned or self.release is None
+        self.require("release", released, f"left out: attention={self.attention} learns no alpha")
         if self.annealed:
             self.alpha_schedule()
 
@@ -211,10 +208,9 @@ def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
     from peft import LoraConfig, get_peft_model
 
     learned = any(f".{CHILD}." in name for name, _ in model.named_parameters())
-    options = {"modules_to_save": [CHILD]} if learned else {}
-    return get_peft_model(
-        model, LoraConfig(task_type=kind.adapters, r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
-    )
+    options: dict[str, Any] = {"modules_to_save": [CHILD]} if learned else {}
+    options |= {"task_type": kind.adapters, "target_modules": "all-linear"}
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))
 
 
 def measure(model: Any, task: Task) -> dict[str, float]:

@@ -52,9 +52,7 @@ FIELDS = columns(
 class Settings(RunSettings):
     """Settings of this recipe, beside those that all share."""
 
-    data: str = option(
-        "lm/wikitext-2/{split}.txt.gz", "where the text is; {split} stands for train, dev_split and test"
-    )
+    data: str = option("lm/wikitext-2/{split}.txt.gz", "where the text is; {split} is train, dev_split and test")
     dev_split: str = option("valid", "what {split} is for dev")
     column: str = option("text", "which column has the text, where the data have columns")
     train_tokens: int = option(0, "train on so many tokens from the beginning; 0 for all")
@@ -82,9 +80,8 @@ class Settings(RunSettings):
                 setattr(self, name, defaults.get(name))
         check_sizes(self)
         self.require_at_least(samples=0)
-        self.require(
-            "prompt", 1 <= self.prompt < self.block or not self.samples, f"between 1 and block - 1 = {self.block - 1}"
-        )
+        fits = 1 <= self.prompt < self.block or not self.samples
+        self.require("prompt", fits, f"between 1 and block - 1 = {self.block - 1}")
         if self.model:
             return
         self.require("architecture", self.architecture in ("gpt2", "llama"), "gpt2 or llama")

@@ -70,9 +70,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def load(settings: Any) -> tuple[Any, Any, Any]:
     """The softmax model, the entmax model and the tokenizer."""
-    plain, sparse = (
-        AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval() for _ in range(2)
-    )
+    auto = AutoModelForCausalLM
+    plain, sparse = (auto.from_pretrained(settings.model, dtype=settings.dtype).eval() for _ in range(2))
     for model in (plain,) if settings.alpha == "own" else (plain, sparse):
         if hf_entmax.is_patched(model):
             hf_entmax.unpatch_model(model)
@@ -314,10 +313,8 @@ def operator(settings: Any, results: Results) -> None:
         for alpha in settings.alphas:
             alphas = [own[layer] if alpha == "own" else float(alpha) for layer in layers]
             for bits in settings.all_bits:
-                cases = [
-                    Case(seen[layer][0], *tensors, alpha, bits)
-                    for layer, tensors, alpha in zip(layers, given, alphas, strict=True)
-                ]
+                calls = zip(layers, given, alphas, strict=True)
+                cases = [Case(seen[layer][0], *tensors, alpha, bits) for layer, tensors, alpha in calls]
                 row = {"length": length, "bits": bits, **timed(cases, settings.steps), **machine}
                 results.add(**row, **{**settings.origin, "alpha": alpha})
                 show(results, "operator")
@@ -377,9 +374,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="running text, one paragraph a line (.gz or not)")
     parser.add_argument("--alpha", default="1.5", help="of every head, or 'own': those that the folder was saved with")
     parser.add_argument("--bits", default="auto", type=lambda word: word if word == "auto" else int(word))
-    parser.add_argument(
-        "--way", choices=WAYS, default="greedy", help="of generating (verify); with 4 beams, or one seed"
-    )
+    parser.add_argument("--way", choices=WAYS, default="greedy", help="of generating (verify): 4 beams, one seed")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; default 1024 to 8192, or 4096 to 65536 keys")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences; the first for verify")
     parser.add_argument("--softmax_cache", default="dynamic", choices=("dynamic", "static"), help="of Transformers")

@@ -229,9 +229,8 @@ def run_linear(config: LinearConfig, data_dir: Path, results: MultilabelResults)
         trained: dict[Any, Tensor] = {}
         for method in todo:
             start = time.perf_counter()
-            probs, predicted, chosen, validation = tune_and_test(
-                train, test, method, config, key["seed"], n_labels, trained
-            )
+            found = tune_and_test(train, test, method, config, key["seed"], n_labels, trained)
+            probs, predicted, chosen, validation = found
             seconds = time.perf_counter() - start
             labelled = test.labels.sum(-1) > 0
             subsets = {"all": torch.ones_like(labelled)} | ({} if bool(labelled.all()) else {"labelled": labelled})
@@ -283,20 +282,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a YAML file of recipes/configs")
     parser.add_argument("--data-dir", type=Path, default=None, help="default: $HF_ENTMAX_DATA, else ./data")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="CSV file; default: recipes/results/multilabel/STUDY.csv"
-    )
+    parser.add_argument("--out", type=Path, help="CSV file; default: recipes/results/multilabel/STUDY.csv")
     parser.add_argument("--smoke", action="store_true", help="run all studies in a few seconds, on built-in data")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     options = parser.parse_args(arguments)
     if options.smoke == (options.config is not None):
         parser.error("give either --config or --smoke.")
-    plans = (
-        [smoke_config("synthetic"), smoke_config("text")]
-        if options.smoke
-        else [yaml.safe_load(options.config.read_text())]
-    )
-    for plan in plans:
+    studies = ("synthetic", "text") if options.smoke else ()
+    for plan in map(smoke_config, studies) if options.smoke else [yaml.safe_load(options.config.read_text())]:
         try:
             config = build_config({**plan, **({} if options.smoke else overrides(options.overrides))})
         except (TypeError, ValueError) as error:
@@ -304,10 +297,8 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path("smoke") if options.smoke else Path(__file__).parent / "results"
         out = options.out or folder / "multilabel" / f"{config.study}.csv"
         data_dir = options.data_dir or default_data_dir()
-        if isinstance(config, TextConfig):
-            run_text(config, data_dir, MultilabelResults(out))
-        else:
-            run_linear(config, data_dir, MultilabelResults(out))
+        study: Any = run_text if isinstance(config, TextConfig) else run_linear
+        study(config, data_dir, MultilabelResults(out))
 
 
 if __name__ == "__main__":

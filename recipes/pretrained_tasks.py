@@ -46,9 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reference", required=True, help="the model that it came from")
     parser.add_argument("--out", type=Path, required=True, help="CSV file for the rows")
     parser.add_argument("--text", default="lm/wikitext-2/test.txt.gz", help="running text for causal models")
-    parser.add_argument(
-        "--treebank", default="ud/English-EWT/en_ewt-ud-{split}.conllu.gz", help="{split}: train and dev"
-    )
+    parser.add_argument("--treebank", default="ud/English-EWT/en_ewt-ud-{split}.conllu.gz", help="{split}: train, dev")
     parser.add_argument("--pairs", default="summ/scitldr-a/test.jsonl.gz", help="pairs of texts for sentence encoders")
     parser.add_argument("--block", type=int, default=512, help="tokens in a block, or in the longest text")
     parser.add_argument("--tokens", type=int, default=24576, help="of each text")
@@ -185,15 +183,9 @@ def main() -> None:
             low, high = interval(before, after, figure, 100 if name == "spearman" else 1000)
             numbers = {"before": values[0], "after": values[1], "difference": values[1] - values[0]}
             numbers |= {"low": low, "high": high}
-            results.add(
-                model="/".join(Path(args.model).parts[-2:]),
-                reference="/".join(Path(args.reference).parts[-2:]),
-                task=task,
-                measure=name,
-                units=len(before),
-                **{key: round(value, 5) for key, value in numbers.items()},
-                **same,
-            )
+            row = {what: "/".join(Path(getattr(args, what)).parts[-2:]) for what in ("model", "reference")}
+            row |= {"task": task, "measure": name, "units": len(before)}
+            results.add(**row, **{key: round(value, 5) for key, value in numbers.items()}, **same)
             print(f"{task} {name}: {values[0]:.4f} -> {values[1]:.4f} (difference {low:+.4f} ... {high:+.4f})")
     if not models:
         raise SystemExit(f"{args.out} has these rows already.")

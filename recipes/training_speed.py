@@ -134,13 +134,7 @@ def main() -> None:
         for (attention, output), times, loss in zip(SETTINGS, seconds, losses, strict=True):
             ratios = [own / base for own, base in zip(times[first:last], seconds[0][first:last], strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=5)
-            row = {
-                "attention": attention,
-                "output_alpha": output,
-                "from_step": first,
-                "to_step": last,
-                "command": called,
-            }
+            row = {"attention": attention, "output_alpha": output, "from_step": first, "to_step": last}
             row |= {"seconds_per_step": f"{statistics.median(times[first:last]):.4f}"}
             row |= {"tokens_per_second": round(sum(tokens[first:last]) / sum(times[first:last]))}
             row |= {"time_ratio_20": f"{low:.3f}", "time_ratio_80": f"{high:.3f}"}
@@ -148,7 +142,7 @@ def main() -> None:
                 "time_ratio": f"{statistics.median(ratios):.3f}",
                 "loss": f"{statistics.mean(loss[first:last]):.3f}",
             }
-            row |= {"clock": "wall, GPU" if torch.cuda.is_available() else "CPU time"}
+            row |= {"clock": "wall, GPU" if torch.cuda.is_available() else "CPU time", "command": called}
             results.add(recipe=args.recipe, **row, hardware=hardware(), versions=versions("accelerate"))
     for row in results.rows[-2 * len(SETTINGS) :]:
         print("  ".join(f"{name} {row[name]}" for name in FIELDS[1:10]))

@@ -117,9 +117,8 @@ class Conversion:
         if self.arrived:  # before, alpha itself is still on its way
             measured = rise
             if isinstance(constraint, DensityTarget):
-                measured = (
-                    torch.stack([attention_density(w, pairs[name]) for name, w in weights.items()]).mean().detach()
-                )
+                densities = [attention_density(w, pairs[name]) for name, w in weights.items()]
+                measured = torch.stack(densities).mean().detach()
             constraint.update(float(self.run.accelerator.reduce(measured, "mean")))
         settings = self.settings
         soft = [soft_density(w, pairs[name], settings.tau, settings.density_floor) for name, w in weights.items()]

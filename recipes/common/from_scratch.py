@@ -49,13 +49,11 @@ def train_bpe(texts: Any, size: int) -> PreTrainedTokenizerFast:
     """A BPE of all texts; ``▁`` marks the beginnings of words, as SentencePiece does."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
-    )
+    pieces = [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<pad>", "</s>", "<unk>"], show_progress=False, min_frequency=2
-    )
+    special = ["<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False, min_frequency=2)
     tokenizer.train_from_iterator(texts, trainer)
     return seq2seq_tokenizer(tokenizer)
 

@@ -122,10 +122,8 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
     set_seed(seed)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = build(config, data, output, attention)
-    rows = data.splits["train"]
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(rows.features, rows.labels), config.batch_size, shuffle=True
-    )
+    rows = torch.utils.data.TensorDataset(data.splits["train"].features, data.splits["train"].labels)
+    loader = torch.utils.data.DataLoader(rows, config.batch_size, shuffle=True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.01)
     model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
     steps = config.epochs * len(loader)

@@ -29,13 +29,9 @@ class RunSettings:
     """Settings of every training recipe."""
 
     out: str = option("", "folder of the run: model, checkpoint, log; must not hold another run")
-    attention: str = option(
-        "softmax", "softmax, a fixed alpha such as 1.5, learned, or a mapping such as sparsegen_lin"
-    )
+    attention: str = option("softmax", "softmax, a fixed alpha such as 1.5, learned, or a mapping like sparsegen_lin")
     mapping_options: str = option("", "YAML mapping of that mapping's options, e.g. '{lam: 0.5}'")
-    alpha_init: str = option(
-        "normal", "where a learned alpha starts: a number between 1 and 2, or normal (a ~ N(0, 1))"
-    )
+    alpha_init: str = option("normal", "where a learned alpha starts: a number between 1 and 2, or normal: a ~ N(0, 1)")
     output_alpha: float = option(1.0, "alpha of the output probabilities and loss; 1 is softmax with cross-entropy")
     seed: int = option(0, "of initialisation, order of the data and dropout")
     epochs: int = option(10, "passes over the training data")
@@ -44,9 +40,7 @@ class RunSettings:
     lr: float = option(1e-3, "peak learning rate")
     alpha_lr: float | None = option(None, "peak learning rate of learned alphas (default: lr)")
     weight_decay: float = option(0.01, "AdamW's; never on alphas, biases and norms")
-    warmup: int = option(
-        400, "optimiser steps of linear warm-up; then lr falls with the inverse square root of the step"
-    )
+    warmup: int = option(400, "steps of linear warm-up; then lr falls with the inverse square root of the step")
     clip_norm: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     mixed_precision: str | None = option(None, "no, bf16 or fp16; default: as accelerate is configured")
     patience: int = option(0, "stop after so many evaluations without a better dev score; 0 never stops early")
@@ -101,10 +95,8 @@ class RunSettings:
         elif _number(kind):
             fields = {"alpha": float(kind)}
         else:
-            known = ", ".join(sorted(ATTENTION_MAPPINGS))
-            self.require(
-                "attention", kind in ATTENTION_MAPPINGS, f"softmax, learned, a number from 1 on, or one of {known}"
-            )
+            known = f"softmax, learned, a number from 1 on, or one of {', '.join(sorted(ATTENTION_MAPPINGS))}"
+            self.require("attention", kind in ATTENTION_MAPPINGS, known)
             ATTENTION_MAPPINGS[kind].settings(chosen)  # says what is wrong with them
             fields = {"mapping": kind}
         if chosen:

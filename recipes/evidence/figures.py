@@ -115,9 +115,8 @@ def regions(rows: Rows | None = None) -> Figure:
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     image = None
-    for axes, (name, mapping) in zip(
-        figure.subplots(2, 4, sharex=True, sharey=True).flat, REGIONS.items(), strict=True
-    ):
+    panels = figure.subplots(2, 4, sharex=True, sharey=True).flat
+    for axes, (name, mapping) in zip(panels, REGIONS.items(), strict=True):
         probs = mapping(grid)
         image = axes.imshow(probs[..., 0], origin="lower", extent=(-2, 2, -2, 2), cmap="RdBu_r", vmin=0, vmax=1)
         dense = ((probs > 0).sum(-1) == 2).float()

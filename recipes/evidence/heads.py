@@ -83,19 +83,12 @@ STUDIES = {
         {kind: {"attention": kind, "output_alpha": "1.0", "seed": "0"} for kind in ATTENTION},
         captions_and_questions,
         gold,
-        {
-            "heads_density": plots.density_histograms,
-            "heads_diversity": plots.head_diversity,
-        },
+        {"heads_density": plots.density_histograms, "heads_diversity": plots.head_diversity},
     ),
     "inflection": Study(
         "head_analysis_inflection",
         "inflection",
-        {
-            f"{kind}-{seed}": {"attention": kind, "output_alpha": "1.5", "seed": str(seed)}
-            for kind in ATTENTION
-            for seed in range(3)
-        },
+        {f"{k}-{seed}": {"attention": k, "output_alpha": "1.5", "seed": seed} for k in ATTENTION for seed in "012"},
         words,
         lambda: {"batch_size": 100},
     ),
@@ -127,19 +120,15 @@ def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path
     chosen = STUDIES[name]
     models = [folder / job_of(jobs, chosen.group, wanted).name / "model" for wanted in chosen.models.values()]
     if missing := [model for model in models if not model.is_dir()]:
-        raise FileNotFoundError(
-            f"there is no {', '.join(map(str, missing))}: train first, "
-            f"python -m recipes.evidence run --only {chosen.group}."
-        )
+        train = f"python -m recipes.evidence run --only {chosen.group}"
+        raise FileNotFoundError(f"there is no {', '.join(map(str, missing))}: train first, {train}.")
     pairs, options = chosen.text(), chosen.options()
     out = folder / chosen.folder
     out.mkdir(parents=True, exist_ok=True)
     text = out / "sentences.tsv"
     text.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
-    first, *others = models
-    result = analyze(
-        first, text, compare=others, names=list(chosen.models), out=out, max_sentences=len(pairs), **options
-    )
+    options |= {"compare": models[1:], "names": list(chosen.models), "max_sentences": len(pairs)}
+    result = analyze(models[0], text, out=out, **options)
     if result.problems:
         raise RuntimeError("the analysis is not complete: " + " ".join(result.problems))
     (results / chosen.folder).mkdir(parents=True, exist_ok=True)
