@@ -29,28 +29,19 @@ if TYPE_CHECKING:
     from hf_entmax.generation.tree import HypothesisTree, hypothesis_tree
 
 _HOMES = {
-    "SAMPLING_METRIC": "metrics",
-    "Certificate": "certificate",
-    "ConformalSets": "sets",
-    "EntmaxLogitsProcessor": "processor",
-    "ExactSparseCache": "exact_cache",
-    "ForcedDecoding": "forced",
-    "HypothesisTree": "tree",
-    "SamplingMetrics": "metrics",
-    "SearchResult": "results",
-    "beam_search": "beam",
-    "calibrate_sets": "sets",
-    "certified_beam_search": "beam",
-    "enumerate_hypotheses": "best_first",
-    "epsilon_perplexity": "metrics",
-    "exact_map": "best_first",
-    "force_decode": "forced",
-    "hypothesis_tree": "tree",
-    "jensen_shannon": "metrics",
-    "prediction_sets": "sets",
-    "sampling_metrics": "metrics",
-    "sparsemax_score": "metrics",
-    "support_size": "metrics",
+    "beam": ("beam_search", "certified_beam_search"),
+    "best_first": ("enumerate_hypotheses", "exact_map"),
+    "certificate": ("Certificate",),
+    "exact_cache": ("ExactSparseCache",),
+    "forced": ("ForcedDecoding", "force_decode"),
+    "metrics": (
+        *("SAMPLING_METRIC", "SamplingMetrics", "epsilon_perplexity", "jensen_shannon", "sampling_metrics"),
+        *("sparsemax_score", "support_size"),
+    ),
+    "processor": ("EntmaxLogitsProcessor",),
+    "results": ("SearchResult",),
+    "sets": ("ConformalSets", "calibrate_sets", "prediction_sets"),
+    "tree": ("HypothesisTree", "hypothesis_tree"),
 }
 
 __all__ = [
@@ -80,9 +71,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

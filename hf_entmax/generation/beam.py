@@ -12,15 +12,7 @@ from transformers import MaxTimeCriteria
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from hf_entmax.generation.members import (
-    Ensemble,
-    Member,
-    as_inputs,
-    as_models,
-    end_of_sequence,
-    with_members,
-    without_entmax,
-)
+from hf_entmax.generation.members import Ensemble, as_inputs, as_models, with_members
 from hf_entmax.generation.results import Findings, SearchResult
 
 logger = logging.get_logger(__name__)
@@ -257,13 +249,13 @@ def certified_beam_search(
     check_search_options(tolerance=tolerance)
     num_beams = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     count = generation_config.num_return_sequences or 1
-    processors, entmax = without_entmax(logits_processor, model)
-    member = Member(model, entmax, input_ids, processors, model_kwargs)
-    eos, criteria = end_of_sequence(generation_config, stopping_criteria)
-    ensemble = Ensemble([member], eos, int(generation_config.max_length) - input_ids.shape[1], criteria)
+    given = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    ensemble = Ensemble.of_one(*given, model_kwargs)
     results = tuple(found.result(tolerance) for found in run_beams(ensemble, num_beams))
     pad = generation_config._pad_token_tensor
-    sequences = _padded(input_ids[::num_beams], results, count, int(pad) if pad is not None else (eos or [0])[0])
+    sequences = _padded(
+        input_ids[::num_beams], results, count, int(pad) if pad is not None else (ensemble.eos_token_ids or [0])[0]
+    )
     if not generation_config.return_dict_in_generate:
         return sequences
     fill = lambda values, empty: [(*values, *[empty] * count)[:count] for values in values]  # noqa: E731

@@ -119,8 +119,7 @@ class Member:
 
     def options_after(self, rows: Sequence[int], length: int) -> dict[str, Any]:
         """What the model takes besides tokens for some of the inputs, when so many tokens have followed the prompt."""
-        places, size = torch.tensor(rows), self.input_ids.shape[0]
-        options = {name: _take_rows(name, value, places, size) for name, value in self.options.items()}
+        options = take_inputs(self.options, rows, self.input_ids.shape[0])
         if not length:
             return options
         coded = self.model.config.is_encoder_decoder
@@ -156,6 +155,34 @@ class Ensemble:
     eos_token_ids: list[int]
     max_new_tokens: int
     criteria: list[Any]
+
+    @classmethod
+    def of_one(
+        cls,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        options: dict[str, Any],
+        output_alpha: float | None = None,
+    ) -> Ensemble:
+        """From what ``generate()`` hands to a decoding loop; where ``output_alpha`` is None, the configuration decides."""
+        processors, entmax = _without_entmax(logits_processor, model, output_alpha)
+        eos, criteria = _end_of_sequence(generation_config, stopping_criteria)
+        length = int(generation_config.max_length) - input_ids.shape[1]
+        return cls([Member(model, entmax, input_ids, processors, options)], eos, length, criteria)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ensemble]) -> Ensemble:
+        """One of all members, which stops by the criteria of the first."""
+        ends = [part.eos_token_ids for part in parts]
+        if len({tuple(sorted(eos)) for eos in ends}) > 1:
+            raise ValueError(f"the models of an ensemble must end their sequences alike, but have eos_token_id {ends}.")
+        if len({part.rows for part in parts}) > 1:
+            raise ValueError("the models of an ensemble were given batches of different sizes.")
+        members = [member for part in parts for member in part.members]
+        return cls(members, ends[0], min(part.max_new_tokens for part in parts), parts[0].criteria)
 
     @property
     def rows(self) -> int:
@@ -206,8 +233,8 @@ def output_alpha_of(model: Any, given: float | None) -> float:
     return float(config.get("output_alpha") or 1.0)
 
 
-def without_entmax(
-    processors: LogitsProcessorList, model: Any, output_alpha: float | None = None
+def _without_entmax(
+    processors: LogitsProcessorList, model: Any, output_alpha: float | None
 ) -> tuple[LogitsProcessorList, EntmaxLogitsProcessor]:
     """Take out the entmax processor, which the search applies itself, in float64; where there is none, the model's alpha.
 
@@ -226,7 +253,7 @@ def without_entmax(
     return rest, entmax
 
 
-def end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
+def _end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
     """The end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length.
 
     Raises:
@@ -303,16 +330,8 @@ def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
 
 
 def take_inputs(inputs: Mapping[str, Any], indices: Sequence[int], size: int) -> dict[str, Any]:
-    """The inputs of some elements of the batch."""
-
-    def take(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
-            return value[list(indices)]
-        if isinstance(value, ModelOutput):
-            return type(value)(**{key: take(part) for key, part in value.items()})
-        return value
-
-    return {key: take(value) for key, value in inputs.items()}
+    """What belongs to some of ``size`` elements of the batch."""
+    return {name: _take_rows(name, value, torch.tensor(indices), size) for name, value in inputs.items()}
 
 
 def with_members(
@@ -330,9 +349,8 @@ def with_members(
     Inside, because wrappers (PEFT among them) change their model for the duration of the call only. Where
     ``output_alpha`` or ``max_new_tokens`` is None, the models' configurations decide; ``num_beams`` are rows per input.
     """
-    members: list[Member] = []
+    parts: list[Ensemble] = []
     results: list[T] = []
-    ends: list[tuple[list[int], int, list[Any]]] = []
 
     def next_member(
         model: Any,
@@ -342,11 +360,9 @@ def with_members(
         generation_config: Any,
         **rest: Any,
     ) -> T:
-        processors, entmax = without_entmax(logits_processor, model, output_alpha)
-        members.append(Member(model, entmax, input_ids, processors, rest))
-        eos, criteria = end_of_sequence(generation_config, stopping_criteria)
-        ends.append((eos, int(generation_config.max_length) - input_ids.shape[1], criteria))
-        return prepare(len(members))
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        parts.append(Ensemble.of_one(*given, rest, output_alpha))
+        return prepare(len(parts))
 
     def prepare(index: int) -> T:
         if index < len(models):
@@ -359,13 +375,7 @@ def with_members(
                 num_beams=num_beams,
                 custom_generate=next_member,
             )
-        if len({tuple(sorted(eos)) for eos, _, _ in ends}) > 1:
-            raise ValueError(
-                f"the models of an ensemble must end their sequences alike, but have eos_token_id {[eos for eos, _, _ in ends]}."
-            )
-        if len({member.input_ids.shape[0] for member in members}) > 1:
-            raise ValueError("the models of an ensemble were given batches of different sizes.")
-        results.append(body(Ensemble(members, ends[0][0], min(limit for _, limit, _ in ends), ends[0][2])))
+        results.append(body(Ensemble.joined(parts)))
         return results[0]
 
     # Dropout is off: what it draws anew at every step is no distribution to search.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_entmax.alpha import FixedAlpha, LearnedAlpha, TiedAlpha
+from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig
 from hf_entmax.integration.config_hook import softmax_refused
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
@@ -16,6 +16,7 @@ from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
 from hf_entmax.integration.parallel import same_everywhere
 from hf_entmax.integration.scaled_query import KEPT_INPUT, input_width, keep_input, length_scaling_of
 from hf_entmax.length import AdaptiveScaling, ConstantScaling, LogScaling
+from hf_entmax.ops.controllable import attention_mapping
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
@@ -78,9 +79,7 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
     """
     num_heads, keep = site.num_heads, config.alpha_dtype == "float32"
     if config.mapping != "entmax":
-        from hf_entmax.integration.learned_options import mapping_heads
-
-        heads: nn.Module = mapping_heads(num_heads, config)
+        heads: nn.Module = _mapping_heads(num_heads, config, keep)
     elif config.alpha == "learned":
         shared = config.tie != "none"
         heads = LearnedAlpha(num_heads, config.alpha_init, config.alpha_range, shared=shared, keep_float32=keep)
@@ -98,6 +97,18 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
     except ValueError as error:
         raise ValueError(f"{site.name}: {error}") from error
     return heads
+
+
+def _mapping_heads(num_heads: int, config: EntmaxConfig, keep: bool) -> MappingOptions:
+    """The options that ``config.mapping`` has, one number per head where an option is learned."""
+    options: dict[str, nn.Module] = {}
+    for name, setting in attention_mapping(config.mapping).settings(config.mapping_options).items():
+        if setting.bounds is None:
+            options[name] = FixedAlpha(num_heads, setting.value)
+        else:
+            shared = config.tie == "layer"
+            options[name] = LearnedAlpha(num_heads, setting.value, setting.bounds, shared=shared, keep_float32=keep)
+    return MappingOptions(num_heads, config.mapping, options)
 
 
 def attach(model: nn.Module, config: EntmaxConfig) -> None:
