@@ -118,19 +118,11 @@ def position_metrics(
 ) -> Tensor:
     """The four measures at every position, without ever holding the probabilities of more than a few positions.
 
-    Args:
-        logits: ``[..., V]``.
-        labels: ``[...]``.
-        alpha: of the output probabilities, ``>= 1``.
-        epsilon: as for :func:`epsilon_perplexity`.
-        ignore_index: positions with this label get NaN.
+    Arguments and errors are those of :func:`sampling_metrics`; positions with ``ignore_index`` get NaN.
 
     Returns:
         float32 ``[..., 4]``: ``log p_eps(y)``, sparsemax score, Jensen-Shannon divergence, support size. Averaging the
         last three gives the measures, ``exp(-mean)`` of the first the epsilon-perplexity.
-
-    Raises:
-        ValueError: as :func:`epsilon_perplexity`.
     """
     _check_epsilon(epsilon)
     shape, classes = labels.shape, logits.shape[-1]

@@ -40,14 +40,8 @@ _CACHE_LAYER = "_entmax_cache_layer"
 def hand_out(key: Tensor, layer: Any) -> Tensor:
     """Name the cache layer that holds these keys, so that the attention over them asks it.
 
-    The name is on this one tensor: whatever a model computes from it is read in full, as from any cache.
-
-    Args:
-        key: ``[B, H_kv, T_k, D]``.
-        layer: has ``attend(module, query, key, value, alpha, options, backend)``, equal to `hf_entmax.ops.attention.attend`.
-
-    Returns:
-        The same tensor.
+    The name is on this one tensor, which is returned: whatever a model computes from it is read in full, as from any cache.
+    The layer has ``attend(module, query, key, value, alpha, options, backend)``, equal to `hf_entmax.ops.attention.attend`.
     """
     setattr(key, _CACHE_LAYER, layer)
     return key

@@ -21,10 +21,7 @@ Numbers = TypeVar("Numbers", float, Tensor, dict)
 def heads_mesh(module: nn.Module, own: int, total: int) -> DeviceMesh | None:
     """The processes among which the heads of an attention module are split, or None where they are not.
 
-    Args:
-        module: the attention module; the device mesh is that of its sharded projections.
-        own: number of query heads that this process was given.
-        total: number of query heads of the module.
+    ``own`` are the query heads that this process was given of ``total``; the mesh is that of the sharded projections.
 
     Raises:
         ValueError: if there are fewer heads than the module has, but not by tensor parallelism in equal parts.
@@ -49,10 +46,7 @@ def heads_mesh(module: nn.Module, own: int, total: int) -> DeviceMesh | None:
 def of_own_heads(numbers: Numbers, mesh: DeviceMesh, dim: int = 0) -> Numbers:
     """What belongs to the heads of this process; in the backward pass the gradients of all heads are gathered.
 
-    Args:
-        numbers: one for all heads, a tensor with the heads along ``dim``, or a dict of such.
-        mesh: from `heads_mesh`.
-        dim: axis of the heads.
+    ``numbers`` are one for all heads, a tensor with the heads along ``dim``, or a dict of such.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -72,12 +66,7 @@ def of_all_heads(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 def same_everywhere(heads: nn.Module, beside: Tensor) -> None:
-    """Let new numbers that were drawn at random be those of the first process.
-
-    Args:
-        heads: the new module.
-        beside: a parameter of the attention module that it belongs to.
-    """
+    """Let new numbers drawn at random be those of the first process; ``beside`` is a parameter of their attention module."""
     mesh = getattr(beside, "device_mesh", None)
     if mesh is None or beside.device.type == "meta":
         return

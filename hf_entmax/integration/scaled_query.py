@@ -46,16 +46,8 @@ def scaled_query(
 ) -> Tensor:
     """The query times the factor of its head, its number of visible keys and (if adaptive) its hidden state.
 
-    Args:
-        module: the attention module.
-        heads: its child with the learned numbers.
-        query: ``[B, H, T_q, D]``, of this process's own heads.
-        keys: T_k.
-        options: who may attend to whom.
-        mesh: the processes among which the heads are split, or None.
-
-    Returns:
-        ``[B, H, T_q, D]`` in the dtype of ``query``; the query itself where there is no length scaling.
+    ``query`` ``[B, H, T_q, D]`` is of this process's own heads of ``module``, ``heads`` the child with the learned numbers;
+    the query itself comes back where there is no length scaling.
 
     Raises:
         ValueError: if the factor depends on hidden states that are not at hand, or not one for each query.

@@ -105,15 +105,10 @@ def row_losses(
     smoothing: float = 0.0,
     need_alpha_slope: bool = False,
 ) -> RowLosses:
-    """Fenchel-Young losses ``(p - q).z + H(p) - H(q)`` of some rows.
+    """Fenchel-Young losses ``(p - q).z + H(p) - H(q)`` of the rows ``scores`` ``[n, V]``.
 
-    Args:
-        scores: ``[n, V]``.
-        target: class indices int64 ``[n]`` (anything where ``keep`` is False), or distributions ``[n, V]``.
-        u: ``alpha - 1``, a float or ``[n, 1]`` of the computing dtype.
-        keep: bool ``[n]``, False for rows to ignore; None keeps all.
-        smoothing: share of the target mass that is spread evenly over all ``V`` classes.
-        need_alpha_slope: compute the derivatives in alpha.
+    ``target`` are class indices int64 ``[n]`` (anything where ``keep``, bool ``[n]``, is False) or distributions ``[n, V]``, of
+    whose mass the share ``smoothing`` is spread evenly over all classes; ``u`` is a float or ``[n, 1]``.
     """
     solution = solve_rows(scores, u)
     if (sizes := _support_sizes.get()) is not None:

@@ -80,15 +80,10 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
 def dense_probs(
     scores: Tensor, maximum: Tensor, shift: Tensor, scale: Tensor, u: float | Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """All probabilities of rows that were solved before, in one pass.
+    """All probabilities ``[n, V]`` of rows that were solved before, in one pass.
 
-    Args:
-        scores: ``[n, V]``.
-        maximum: ``[n, 1]``, from the solution.
-        shift: ``[n, 1]``, from the solution.
-        scale: ``[n, 1]``; may hold whatever else the probabilities are to be multiplied by.
-        u: ``alpha - 1``, a float or ``[n, 1]``.
-        out: ``[n, V]`` of the computing dtype, overwritten; allocated by default.
+    ``maximum``, ``shift`` and ``scale`` ``[n, 1]`` are the solution's; the scale may hold whatever else the probabilities are to
+    be multiplied by. ``out`` is of the computing dtype, allocated by default.
     """
     wide = compute_dtype(scores.dtype)
     out = torch.empty(scores.shape, dtype=wide, device=scores.device) if out is None else out

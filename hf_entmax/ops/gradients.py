@@ -72,17 +72,7 @@ def gradient_rows(
 
 
 def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """Evaluate the formulas of this module by differentiable operations, for any ``u >= 0``.
-
-    Args:
-        probs: ``[..., d]`` probabilities.
-        grad: ``[..., d]`` cotangent.
-        u: ``alpha - 1``, a float or a tensor ``[..., 1]``.
-        with_alpha: whether the gradient in alpha is wanted.
-
-    Returns:
-        ``[..., d]`` and ``[..., 1]`` (or None) in the compute dtype.
-    """
+    """As `gradient_rows` by differentiable operations, for rows ``[..., d]`` and any ``u >= 0``, in the compute dtype."""
     probs, grad = _widened(probs, grad)
     support = probs > 0
     log_probs = torch.log(torch.where(support, probs, torch.ones_like(probs)))

@@ -213,14 +213,9 @@ def entmax(
 def solve_along(
     scores: Tensor, alpha: float | Tensor, dim: int, *, kernels: bool = False, alpha_max: float = math.inf
 ) -> Tensor:
-    """The `entmax` of scores without a mask.
+    """The `entmax` of scores of any shape but a scalar's, without a mask; ``kernels``: whether fused ones may be used.
 
-    Args:
-        scores: of any shape but a scalar's.
-        alpha: as in `entmax`.
-        dim: as in `entmax`.
-        kernels: whether fused kernels may be used.
-        alpha_max: no alpha is above it. Up to 2, graphs hold no solver for larger ones and nothing waits for a GPU to say.
+    No alpha is above ``alpha_max``: up to 2, graphs hold no solver for larger ones and nothing waits for a GPU to say.
     """
     u = _row_u(alpha, scores, dim)
     moved = scores.movedim(dim, -1)

@@ -107,16 +107,9 @@ def centre_rows(rows: Tensor, scale: float | Tensor = 1.0) -> Tensor:
 
 
 def project_jacobian_product(vector: Tensor, probs: Tensor) -> Tensor:
-    """Multiply by the Jacobian of the projection: centre on the support, 0 elsewhere.
+    """Multiply ``[..., n]`` by the Jacobian of the projection, which is symmetric: centre on the support, 0 elsewhere.
 
         J = diag(s) - s s^T / |S|,     s_i = 1 if p_i > 0 else 0
-
-    Args:
-        vector: ``[..., n]``.
-        probs: the projection, ``[..., n]``.
-
-    Returns:
-        ``J v``, ``[..., n]`` (``J`` is symmetric: the same for vector-Jacobian and Jacobian-vector products).
 
     Reference:
         Martins and Astudillo 2016, eq. 9.

@@ -271,13 +271,8 @@ def shift_of(probs: Tensor, centred: Tensor, u: float | Tensor) -> Tensor:
 def conjugate_of(shift: Tensor, total: Tensor, expected: Tensor, u: float | Tensor) -> Tensor:
     """``max_p p.z + H(p)`` of centred rows, from weights ``p`` at ``shift`` that sum to ``total`` and not quite to 1.
 
-    It is the objective at ``p / total``, so that an error of the shift enters squared: ``sum p^(1+u) = S (1 - u c) + u sum p z``.
-
-    Args:
-        shift: ``[n, 1]``, float64 where the device has it; likewise ``total`` and ``expected``.
-        total: ``S``.
-        expected: ``sum p z``.
-        u: a float or ``[n, 1]``.
+    It is the objective at ``p / total``, so that an error of the shift enters squared: ``sum p^(1+u) = S (1 - u c) + u sum p z``
+    with ``S`` the ``total`` and ``expected`` the last sum; all ``[n, 1]``, float64 where the device has it.
     """
     u = u.to(shift.dtype).clamp(min=SMALLEST_U) if isinstance(u, Tensor) else max(u, SMALLEST_U)
     mean, shrunk = expected / total, torch.expm1(-u * total.log())
@@ -317,14 +312,7 @@ def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def project_centred(centred: Tensor) -> Tensor:
-    """Project rows whose largest entry is 0 onto the probability simplex: entmax at ``u = 1``.
-
-    Args:
-        centred: ``[..., d]``, float32 or float64; ``-inf`` where an entry is masked. Consumed.
-
-    Returns:
-        ``[..., d]``; rows sum to 1, or are 0 where every entry is masked. Not differentiable.
-    """
+    """Project rows ``[..., d]`` as `solve_centred` takes them onto the simplex, entmax at ``u = 1``; 0 where all is masked."""
     probs, total = _convex(centred, 1.0, visible=values_visible(centred))
     return probs.mul_(torch.where(total == 0, 0.0, 1 / total))
 

@@ -49,17 +49,9 @@ def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dt
 def candidate_keys(
     query: Tensor, sketch: KeySketch, key: Tensor, u: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Which keys each query may attend to, and which of these may have weight.
+    """Which keys each query may attend to, and which of these may have weight: two bool ``[B, H, T_q, T_k]``.
 
-    Args:
-        query: ``[B, H, T_q, D]``.
-        sketch: of the first keys.
-        key: ``[B, H_kv, T_k, D]``; only what the sketch does not cover is read.
-        u: ``alpha - 1``, ``[H]``.
-        options: of the call.
-
-    Returns:
-        Two bool ``[B, H, T_q, T_k]``: visible keys, and candidates.
+    ``u`` is ``alpha - 1``, ``[H]``; of ``key`` only what the sketch does not cover is read.
     """
     batch, heads, queries, head_dim = query.shape
     wide, visible = compute_dtype(query.dtype), options.visible_pairs(query, key)
@@ -84,16 +76,9 @@ def candidate_keys(
 
 
 def threshold_below(scores: Tensor, u: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
-    """At or below what a score has weight 0 for certain, given lower bounds ``[n, T]`` of all scores.
+    """At or below what a score has weight 0 for certain, ``[n, 1]``, or ``-inf``, given lower bounds ``[n, T]`` of all scores.
 
-    Args:
-        scores: float32 or float64; ``-inf`` where there is no bound.
-        u: ``alpha - 1``, ``[n, 1]``.
-        softcap: of the scores, or 0.
-        dtype: of the dense path's scores.
-
-    Returns:
-        ``[n, 1]``; ``-inf`` where nothing can be said.
+    ``u`` is ``[n, 1]``, ``softcap`` 0 where there is none, ``dtype`` that of the dense path's scores.
     """
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)

@@ -234,12 +234,7 @@ def kernel(name: str) -> Kernel:
 
 
 def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
-    """Have a second process compile what is not in the cache, except the first of ``now``, which the caller compiles.
-
-    Args:
-        now: what is going to be called, the largest first.
-        soon: what is going to be needed later.
-    """
+    """Have a second process compile what is not in the cache, except the first and largest of ``now``: the caller compiles it."""
     if all(name in _kernels for name in now):
         return
     with _state.lock:
@@ -270,11 +265,7 @@ def compile_and_say(names: Iterable[str]) -> None:
 
 
 def compile_all(report: Callable[[str], None]) -> None:
-    """Compile every kernel that is not in the cache.
-
-    Args:
-        report: called with the name of each kernel when it is ready.
-    """
+    """Compile every kernel that is not in the cache; ``report`` is called with the name of each that is ready."""
     from .kernels import KERNELS
 
     names = list(KERNELS)

@@ -75,14 +75,7 @@ def _run_in_pool(run: Kernel, record: int, threads: int) -> None:
 
 
 def launch(name: str, record: ctypes.Structure, items: int, threads: int) -> None:
-    """Run a kernel over ``items`` work items on at most ``threads`` threads, and wait for it.
-
-    Args:
-        name: as in `kernel`.
-        record: what the kernel is told.
-        items: how many work items there are; more threads than that are not started.
-        threads: the most threads the record's scratch memory allows.
-    """
+    """Run a kernel over ``items`` work items, on no more threads than these and those of the record's scratch memory; wait for it."""
     run = kernel(name)
     address = ctypes.addressof(record)
     threads = min(threads, items)

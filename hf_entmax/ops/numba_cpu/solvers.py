@@ -43,13 +43,7 @@ class Solvers(NamedTuple):
 
 
 def find_solvers(u: np.ndarray, kernel: str, soon: Sequence[str] = ()) -> Solvers:
-    """Compile a kernel and the solvers that it needs.
-
-    Args:
-        u: alpha - 1 of every head or row, float64.
-        kernel: its name in `kernels.KERNELS`.
-        soon: names of what is going to be needed later.
-    """
+    """Compile a kernel (a name in `kernels.KERNELS`) and the solvers that it needs for ``u`` (float64); ``soon`` are for later."""
     values = np.unique(u).tolist()
     names = {value: solver_name(value) for value in values}
     batch = any(map(solved_in_batches, values))
