@@ -150,12 +150,30 @@ class TestLosses:
     @pytest.mark.parametrize("kind", ["flat", "frequency", "trained"])
     def test_every_loss_passes_its_check_and_a_wrong_one_is_not_timed(self, kind, dimension, monkeypatch):
         case = bench.LossCase(kind, 60, 24, dimension)
-        assert len(losses.loss_steps(case, "cpu")) == (7 if dimension is None else 4)
+        assert len(losses.loss_steps(case, "cpu")[0]) == (7 if dimension is None else 4)
         name = "entmax_loss" if dimension is None else "linear_entmax_loss"
         right = getattr(losses, name)
         monkeypatch.setattr(losses, name, lambda *given: 1.001 * right(*given))
         with pytest.raises(RuntimeError, match=f"{name} alpha=1.5 is wrong in case 'V 60, N 24"):
             losses.loss_steps(case, "cpu")
+
+    @pytest.mark.parametrize("dimension", [None, 8])
+    def test_no_loss_in_bfloat16_is_timed_that_is_off(self, dimension, monkeypatch):
+        case = bench.LossCase("flat", 300, 9, dimension)
+        steps, errors = losses.loss_steps(case, "cpu", torch.bfloat16, (1.5,))
+        name = "entmax_loss" if dimension is None else "linear_entmax_loss"
+        assert len(steps) == 2 and list(errors) == [f"{name} alpha=1.5"]
+        assert len(errors[f"{name} alpha=1.5"]) == (2 if dimension is None else 3)
+        assert max(errors[f"{name} alpha=1.5"]) < (0.02 if dimension is None else 0.1)
+        right = getattr(losses, name)
+
+        def off(*given):
+            loss = right(*given)
+            return loss.detach() + 1.2 * (loss - loss.detach())
+
+        monkeypatch.setattr(losses, name, off)
+        with pytest.raises(RuntimeError, match=f"{name} alpha=1.5 is wrong"):
+            losses.loss_steps(case, "cpu", torch.bfloat16, (1.5,))
 
     def test_the_committed_rows_are_of_cases_of_the_presets(self):
         for preset in ("losses", "losses-small"):

@@ -281,17 +281,12 @@ class _Run:
         room = None if encoder.max_length is None else encoder.max_length - (0 if encoder.encoder_decoder else tokens)
         try:
             inputs = self.tokenizer(text, return_tensors="pt", truncation=room is not None, max_length=room)
-            names = ("input_ids", "attention_mask")
+            options = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+            options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+            # "auto" reads short caches in full.
+            options |= {"cache_implementation": "exact_sparse", "cache_config": {"bits": 4}}
             with evaluation_mode(self.model):
-                out = self.model.generate(
-                    **{name: inputs[name].to(self.model.device) for name in names},
-                    max_new_tokens=tokens,
-                    min_new_tokens=tokens,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                    cache_implementation="exact_sparse",
-                    cache_config={"bits": 4},  # "auto" reads short caches in full
-                )
+                out = self.model.generate(**options, return_dict_in_generate=True)
         except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             statistics.notes.append(f"Decoding was left out: {error}")
             return

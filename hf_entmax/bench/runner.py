@@ -305,7 +305,7 @@ def _measure_model(case: ModelCase, device: str, repeats: int, budget: float) ->
 
 
 def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) -> list[Measurement]:
-    steps = loss_steps(case, device)
+    steps, _ = loss_steps(case, device)
     linear = case.dimension is not None
     found = {"forward+backward": (interleaved_times(steps, repeats, device, budget), "ms", 1.3 if linear else 1.2)}
     if linear:

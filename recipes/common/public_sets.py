@@ -108,15 +108,15 @@ def treebank(repository: Path) -> Files:
         yield f"ud/{repository.resolve().name.removeprefix('UD_')}/{path.name.removesuffix('.gz')}", content(path)
 
 
-def _multi30k() -> tuple[tuple[str, str], ...]:
-    splits = ("train", "val", "test_2016_flickr", "test_2017_flickr")
-    return tuple((f"data/task1/raw/{split}.*", "mt/multi30k_task1_raw") for split in splits)
-
-
-def _mulan() -> tuple[tuple[str, str], ...]:
-    names, ends = ("birds", "emotions", "scene"), (".xml", "-train.arff", "-test.arff")
-    return tuple((f"data/multi-label/{name}/{name}{end}*", f"multilabel/{name}") for name in names for end in ends)
-
+_MULTI30K = tuple(
+    (f"data/task1/raw/{split}.*", "mt/multi30k_task1_raw")
+    for split in ("train", "val", "test_2016_flickr", "test_2017_flickr")
+)
+_MULAN = tuple(
+    (f"data/multi-label/{name}/{name}{end}*", f"multilabel/{name}")
+    for name in ("birds", "emotions", "scene")
+    for end in (".xml", "-train.arff", "-test.arff")
+)
 
 SETS = {
     "enja": PublicSet(
@@ -125,8 +125,8 @@ SETS = {
         fingerprint="682492058972a8e0",
     ),
     "inflection": PublicSet("https://github.com/sigmorphon/conll2018", more=inflection, fingerprint="9c4ba7e76f1323f1"),
-    "mulan": PublicSet("https://github.com/tsoumakas/mulan", _mulan(), fingerprint="842e68c05f192a1e"),
-    "multi30k": PublicSet("https://github.com/multi30k/dataset", _multi30k(), fingerprint="65b543a274b61810"),
+    "mulan": PublicSet("https://github.com/tsoumakas/mulan", _MULAN, fingerprint="842e68c05f192a1e"),
+    "multi30k": PublicSet("https://github.com/multi30k/dataset", _MULTI30K, fingerprint="65b543a274b61810"),
     "scitldr": PublicSet(
         "https://github.com/allenai/scitldr",
         (("SciTLDR-Data/SciTLDR-A/*.jsonl", "summ/scitldr-a"),),

@@ -47,15 +47,9 @@ ROWS = {
     "learned alpha in (1, 64)": Row((1.0, 64.0)),
     "learned alpha in (1, 64), log scaling": Row((1.0, 64.0), "log"),
     "learned alpha in (1, 64), adaptive scaling": Row((1.0, 64.0), "adaptive"),
-    "entmax 2": Row(2.0),
-    "entmax 4": Row(4.0),
-    "entmax 16": Row(16.0),
-    "entmax 32": Row(32.0),
-    "entmax 64": Row(64.0),
+    **{f"entmax {alpha}": Row(float(alpha)) for alpha in (2, 4, 16, 32, 64)},
     "top-k, k = 4": Row(top=4),
-    "ASEntmax, gamma 2": Row(1.5, "gamma2"),
-    "ASEntmax, gamma 3": Row(1.5, "gamma3"),
-    "ASEntmax, gamma 4": Row(1.5, "gamma4"),
+    **{f"ASEntmax, gamma {power}": Row(1.5, f"gamma{power}") for power in (2, 3, 4)},
     "SSMax from the identity": Row(1.0, "log"),
 }
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
 from recipes.benchmarks.gpu import __main__ as program
-from recipes.benchmarks.gpu import conversion, loss_timings, problems, sanitizer, timings
+from recipes.benchmarks.gpu import conversion, problems, sanitizer, timings
 from recipes.benchmarks.gpu.compiled import loops
 from recipes.benchmarks.gpu.rows import Rows, Skip, read
 from recipes.benchmarks.gpu.setting import Setting
@@ -190,19 +190,6 @@ def test_nothing_is_timed_that_is_off(name, monkeypatch):
     monkeypatch.setattr(timings, "entmax_attention", attention)
     with pytest.raises(ValueError, match=f"in {name}: nothing was timed"):
         timings.check(tensors, alpha)
-
-
-def test_no_loss_is_timed_that_is_off():
-    logits = torch.randn(8, 300).bfloat16()
-    labels = torch.arange(8)
-    assert max(loss_timings.check(lambda z: loss_timings.entmax_loss(z, labels, 1.5), [logits])) < 0.02
-
-    def off(z):
-        loss = loss_timings.entmax_loss(z, labels, 1.5)
-        return loss if z.dtype == torch.float64 else loss.detach() + 1.2 * (loss - loss.detach())
-
-    with pytest.raises(ValueError, match="its gradients by"):
-        loss_timings.check(off, [logits])
 
 
 def test_a_line_cut_short_is_left_out(tmp_path):

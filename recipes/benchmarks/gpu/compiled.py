@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -99,16 +100,8 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
 
     from hf_entmax.ops import triton_gpu
 
-    class Target:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: Any = None) -> int:
-            return 0
-
+    calls = {"get_current_device": lambda: 0, "get_current_stream": lambda device=None: 0}
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), **calls)
     compiled: dict[str, Any] = {}
     variants: dict[str, set[str]] = {}
     launch: Any = JITFunction.run
@@ -117,7 +110,7 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
         kernel = compiled[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
         variants.setdefault(self.__name__, set()).add(kernel.hash)
 
-    driver.set_active(Target())  # type: ignore[arg-type]
+    driver.set_active(target)  # type: ignore[arg-type]
     JITFunction.run = compile_only  # type: ignore[method-assign]
     # Tensors on the CPU are taken, as by the interpreter, which is not used.
     triton_gpu._INTERPRETED = True

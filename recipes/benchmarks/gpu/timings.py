@@ -33,17 +33,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(16384, 64, 0.65),
-    Case(2048, 64, None),
-    Case(32768, 128, 0.65),
-    Case(512, 64, None),
-    Case(8192, 64, 0.65),
-    Case(16384, 128, 0.65),
-    Case(2048, 128, None),
-    Case(8192, 128, 0.65),
-    Case(32768, 64, 0.65),
-    Case(512, 128, None),
-)
+    Case(16384, 64, 0.65), Case(2048, 64, None), Case(32768, 128, 0.65), Case(512, 64, None), Case(8192, 64, 0.65),
+    Case(16384, 128, 0.65), Case(2048, 128, None), Case(8192, 128, 0.65), Case(32768, 64, 0.65), Case(512, 128, None),
+)  # fmt: skip
 TINY = (Case(20, 16, None),)
 #: The largest ratio of our time to theirs, for forward + backward.
 SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash_v1": 1.0, "adasplash_v2": 1.0}

@@ -66,19 +66,17 @@ def device_name(setting: Setting) -> str:
     return "interpreter" if setting.tiny else torch.cuda.get_device_name()
 
 
-def problem(case: str, setting: Setting, small: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Half the keys of a causal row in reach, as in training: tensors and one alpha per head."""
+def passes(case: str, setting: Setting, small: bool = False) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The forward pass, with what the backward pass wants, and the backward pass alone.
+
+    Half the keys of a causal row are in reach, as in training; one alpha per head.
+    """
     kind, head_dim = case.split("-")
     heads, length = (1, 16) if setting.tiny else (2, 128) if small else (16, 4096)
     tensors = problems.make(1 if setting.tiny or small else 2, heads, length, int(head_dim), 1.0, setting.device)
     if kind == "float32":
         tensors = [t.detach().float().requires_grad_() for t in tensors]
-    return tensors, torch.linspace(1.3, 1.9, heads, device=setting.device).requires_grad_()
-
-
-def passes(case: str, setting: Setting, small: bool = False) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The forward pass, with what the backward pass wants, and the backward pass alone."""
-    tensors, alpha = problem(case, setting, small)
+    alpha = torch.linspace(1.3, 1.9, heads, device=setting.device).requires_grad_()
 
     def forward() -> torch.Tensor:
         return entmax_attention(*tensors, alpha, is_causal=True, backend="triton")[0]
