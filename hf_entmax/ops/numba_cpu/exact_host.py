@@ -14,8 +14,8 @@ from hf_entmax.ops.options import AttentionOptions
 
 from . import layout, runtime
 from .arguments import EXACT_RECORD, structure
-from .function import in_rows_layout, limits_and_mask
-from .host import as_rows, as_term
+from .function import in_rows_layout
+from .host import as_rows, as_term, describe, limits_and_mask
 from .solvers import find_solvers
 from .support import storage
 
@@ -59,24 +59,13 @@ def attend(
     counts = torch.empty((3, batch, heads, queries), dtype=torch.int64)
 
     r = _Record()
-    r.q, (r.q_b, r.q_h, r.q_t) = _place(query)
-    r.k, (r.k_b, r.k_h, r.k_t) = _place(key)
-    r.v, (r.v_b, r.v_h, r.v_t) = _place(value)
-    r.out, (r.out_b, r.out_h, r.out_t) = _place(out)
     terms = [None if t is None else as_term(t, shape) for t in (mask, bias)]
-    if terms[0] is not None:
-        r.mask, (r.mask_b, r.mask_h, r.mask_t) = _place(terms[0])
-        r.mask_kind = 1 if terms[0].dtype == torch.bool else 2
-    if terms[1] is not None:
-        r.bias, (r.bias_b, r.bias_h, r.bias_t) = _place(terms[1])
-    if limits is not None:
-        r.key_limits = limits.ctypes.data
+    describe(r, (query, key, value), terms, limits)
+    r.out, (r.out_b, r.out_h, r.out_t) = _place(out)
     sinks = None if options.sink is None else options.sink.detach().double().contiguous()
     if sinks is not None:
         r.sinks = sinks.data_ptr()
     r.alpha, r.solvers = alphas.data_ptr(), solvers.ctypes.data
-    r.batch, r.heads, r.queries, r.keys, r.kv_heads, r.groups = *shape, kv_heads, heads // kv_heads
-    r.depth_vectors, r.value_vectors = layout.vectors(query.shape[-1]), value_vectors
     r.key_kind, r.value_kind = _KINDS[key.dtype], _KINDS[value.dtype]
     r.key_dim, r.value_dim = key.shape[-1], value.shape[-1]
     r.causal, r.window = int(options.is_causal), options.sliding_window or 0

@@ -6,53 +6,19 @@ backward operator finds the support again before it runs on it. The results are 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_entmax.ops.sparse_rows import SparseRows
 
-from .host import Call, Options, key_limits
+from .host import Call, Inputs, Options
 from .support import Support
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call; the last three may be None."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    alpha: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    real_keys: Tensor | None
 
 
 def _is_empty(inputs: Inputs) -> bool:
     return 0 in (inputs.query.numel(), inputs.key.numel(), inputs.value.numel())
-
-
-def limits_and_mask(mask: Tensor | None, real_keys: Tensor | None) -> tuple[Tensor | None, np.ndarray | None]:
-    """The mask, with the padding where that has holes, and the limits of the real keys [B, 2], or None without padding."""
-    if real_keys is None:
-        return mask, None
-    limits, contiguous = key_limits(real_keys)
-    if not contiguous:
-        holes = real_keys[:, None, None, :]
-        if mask is None:
-            mask = holes
-        elif mask.dtype == torch.bool:
-            mask = mask & holes
-        else:
-            mask = mask.masked_fill(~holes, -torch.inf)
-    return mask, limits
-
-
-def _call(inputs: Inputs, seed: int, options: Options) -> Call:
-    mask, limits = limits_and_mask(inputs.mask, inputs.real_keys)
-    return Call(*inputs[:4], mask, inputs.bias, limits, seed, options)
 
 
 def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
@@ -86,7 +52,7 @@ def run_forward(
         return out, value.new_zeros(shape) if options.need_weights else None, None
     terms = (inputs.mask, inputs.bias)
     store_gradient = keep and any(t is not None and t.requires_grad for t in terms)
-    out, weights, support = _call(inputs, seed, options).forward(keep, store_gradient)
+    out, weights, support = Call(inputs, seed, options).forward(keep, store_gradient)
     return in_rows_layout(out, value), None if weights is None else weights.to(value.dtype), support
 
 
@@ -103,7 +69,7 @@ def run_sparse(inputs: Inputs, options: Options) -> tuple[Tensor, SparseRows | T
             offsets, torch.empty(0, dtype=torch.int32), value.new_empty(0), (batch, heads, queries, key.shape[2])
         )
         return run_forward(inputs, 0, options, keep=False)[0], rows
-    call = _call(inputs, 0, options)
+    call = Call(inputs, 0, options)
     out, _, support = call.forward(keep=True, store_gradient=False)
     assert support is not None
     weights = call.weights_of(support)
@@ -127,7 +93,7 @@ def run_backward(
     assert support is not None
     if dout is None:
         dout = inputs.value.new_zeros((*inputs.query.shape[:3], inputs.value.shape[-1]))
-    call = _call(inputs, seed, options)
+    call = Call(inputs, seed, options)
     gradients = call.backward(support, dout, dweights, wanted)
     results = [_like(gradient, tensor) for gradient, tensor in zip(gradients[:3], inputs[:3], strict=True)]
     alpha = inputs.alpha
@@ -219,7 +185,7 @@ def attention_backward_operator(
     options, number = Options(*options), _number(seed)
     support = None
     if not _is_empty(inputs):
-        support = _call(inputs, number, options).forward(keep=True, store_gradient=any(wanted[4:6]))[2]
+        support = Call(inputs, number, options).forward(keep=True, store_gradient=any(wanted[4:6]))[2]
     gradients = run_backward(inputs, support, dout, dweights, number, options, tuple(wanted))
     results = []
     for position, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=False)):

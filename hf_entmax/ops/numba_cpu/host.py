@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,18 @@ _SMALL_STORAGE = 4 << 20
 _FIRST_SHARE = 0.04
 # Share of nonzero weights up to which going through sparse rows takes less time than through dense ones.
 _SPARSE_UP_TO = 0.15
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call; the last three may be None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    real_keys: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -85,11 +97,45 @@ def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
     return limits, bool((flags.sum(axis=1) == high - low).all())
 
 
+def limits_and_mask(mask: Tensor | None, real_keys: Tensor | None) -> tuple[Tensor | None, np.ndarray | None]:
+    """The mask, with the padding where that has holes, and the limits of the real keys [B, 2], or None without padding."""
+    if real_keys is None:
+        return mask, None
+    limits, contiguous = key_limits(real_keys)
+    if not contiguous:
+        holes = real_keys[:, None, None, :]
+        if mask is None:
+            mask = holes
+        elif mask.dtype == torch.bool:
+            mask = mask & holes
+        else:
+            mask = mask.masked_fill(~holes, -torch.inf)
+    return mask, limits
+
+
 def _set_rows(record: Any, name: str, tensor: Tensor) -> None:
     size, stride = tensor.element_size(), tensor.stride()
     setattr(record, name, tensor.data_ptr())
     for axis, step in zip("bht", stride, strict=False):
         setattr(record, f"{name}_{axis}", size * step)
+
+
+def describe(
+    r: Any, tensors: tuple[Tensor, Tensor, Tensor], terms: list[Tensor | None], limits: np.ndarray | None
+) -> None:
+    """Tell a record of query, key and value, of mask and bias as `as_term` makes them, and of the limits of real keys."""
+    query, key, value = tensors
+    for name, tensor in zip(("q", "k", "v", "mask", "bias"), (*tensors, *terms), strict=True):
+        if tensor is not None:
+            _set_rows(r, name, tensor)
+    if terms[0] is not None:
+        r.mask_kind = 1 if terms[0].dtype == torch.bool else 2
+    if limits is not None:
+        r.key_limits = limits.ctypes.data
+    r.batch, r.heads, r.queries = query.shape[:3]
+    r.kv_heads, r.keys = key.shape[1:3]
+    r.groups = r.heads // r.kv_heads
+    r.depth_vectors, r.value_vectors = layout.vectors(query.shape[-1]), layout.vectors(value.shape[-1])
 
 
 def _like_rows(tensor: Tensor, width: int) -> Tensor:
@@ -106,47 +152,25 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 class Call:
     """One attention problem: the record all its kernels share."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        alpha: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        limits: np.ndarray | None,
-        seed: int,
-        options: Options,
-    ) -> None:
-        batch, heads, queries, _ = query.shape
-        kv_heads, keys = key.shape[1], key.shape[2]
-        self.query, self.key, self.value = as_rows(query), as_rows(key), as_rows(value)
+    def __init__(self, inputs: Inputs, seed: int, options: Options) -> None:
+        batch, heads, queries, _ = inputs.query.shape
+        kv_heads, keys = inputs.key.shape[1:3]
+        self.query, self.key, self.value = (as_rows(tensor) for tensor in inputs[:3])
         self.options, self.threads = options, torch.get_num_threads()
         self.shape = (batch, heads, queries, keys)
         self.groups, self.kv_heads = heads // kv_heads, kv_heads
         # Everything the record points to must live as long as the launches.
-        self.alpha = np.ascontiguousarray(alpha.detach().double().expand(heads).numpy())
+        self.alpha = np.ascontiguousarray(inputs.alpha.detach().double().expand(heads).numpy())
         if not (self.alpha >= 1).all() or not np.isfinite(self.alpha).all():
             raise ValueError(
                 f"alpha holds {self.alpha.tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax)."
             )
-        self.terms = [None if t is None else as_term(t.detach(), self.shape) for t in (mask, bias)]
-        self.limits = limits
+        mask, self.limits = limits_and_mask(inputs.mask, inputs.real_keys)
+        self.terms = [None if t is None else as_term(t.detach(), self.shape) for t in (mask, inputs.bias)]
         self.record = _Record()
         r = self.record
-        for name, tensor in (("q", self.query), ("k", self.key), ("v", self.value)):
-            _set_rows(r, name, tensor)
-        for name, term in zip(("mask", "bias"), self.terms, strict=True):
-            if term is not None:
-                _set_rows(r, name, term)
-                if name == "mask":
-                    r.mask_kind = 1 if term.dtype == torch.bool else 2
+        describe(r, (self.query, self.key, self.value), self.terms, self.limits)
         r.alpha = self.alpha.ctypes.data
-        if limits is not None:
-            r.key_limits = limits.ctypes.data
-        r.batch, r.heads, r.queries, r.keys = self.shape
-        r.kv_heads, r.groups = kv_heads, self.groups
-        r.depth_vectors, r.value_vectors = layout.vectors(self.query.shape[-1]), layout.vectors(self.value.shape[-1])
         r.causal, r.window = int(options.is_causal), options.window
         r.softcap, r.scaling = options.softcap, options.scaling
         if options.dropout > 0:
