@@ -80,15 +80,10 @@ def pair_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return contrast(embeddings(model, batch))
 
 
-def text_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Nats per token."""
-    return model(**batch, use_cache=False).loss
-
-
 @torch.no_grad()
 def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[str, Any]:
     """Loss with softmax attention and without, and what became of embeddings."""
-    loss = pair_loss if pairs else text_loss
+    loss = pair_loss if pairs else lambda model, batch: model(**batch, use_cache=False).loss  # nats per token
     size = (lambda b: len(b["input_ids"]) // 2) if pairs else (lambda b: int((b["labels"][:, 1:] != -100).sum()))
     count = sum(map(size, batches))
     after = sum(float(loss(model, batch)) for batch in batches) / len(batches)

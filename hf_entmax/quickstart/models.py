@@ -57,15 +57,11 @@ print((logits - expected).abs().max().item())
 def small_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGeneration:
     """A randomly initialised BART of 0.24 million parameters: 2 + 2 layers of 4 heads, width 64."""
     pad, end = tokenizer.get_vocab()["<pad>"], tokenizer.get_vocab()["</s>"]
+    sizes: dict[str, Any] = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
     config = BartConfig(
         vocab_size=len(tokenizer),
         d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=256,
-        decoder_ffn_dim=256,
+        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()},
         max_position_embeddings=64,
         dropout=0.05,
         pad_token_id=pad,

@@ -66,12 +66,9 @@ def model_types() -> str:
 
 
 def _named(rows: list[Row]) -> str:
-    names = [f"`{row['model_type']}`{_marks(row) if row['verdict'] == 'accepted' else ''}" for row in rows]
+    accepted = [r"\*" * bool(faults(row)) + _share(row) if row["verdict"] == "accepted" else "" for row in rows]
+    names = [f"`{row['model_type']}`{marks}" for row, marks in zip(rows, accepted, strict=True)]
     return f"{len(rows)}: {', '.join(names)}"
-
-
-def _marks(row: Row) -> str:
-    return r"\*" * bool(faults(row)) + _share(row)
 
 
 def _share(row: Row) -> str:

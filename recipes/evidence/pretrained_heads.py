@@ -6,8 +6,9 @@ import statistics
 
 from matplotlib.figure import Figure
 
+from .claims_heads import surest
 from .judging import Finding, found
-from .rows import Row, Rows, distinct, numbers, pick, table
+from .rows import Rows, distinct, numbers, pick, table
 
 GROUP = "head_analysis_smollm2"
 
@@ -19,10 +20,6 @@ MEASURES = {
     "confidence_current": ("the token itself", ""),
     "punctuation_mass": ("punctuation", ""),
 }
-
-
-def _surest(rows: Rows, model: str, name: str) -> Row:
-    return max(pick(rows(f"{GROUP}/heads"), model=model), key=lambda row: float(row[name]))
 
 
 def _both(rows: Rows) -> tuple[str, str]:
@@ -44,19 +41,15 @@ def summary(rows: Rows) -> str:
         ["diversity of the heads (JS)", *(f"{float(site['head_diversity']):.3f}" for site in sites)],
         ["heads that look at the previous token", *(row["positional_heads"] for row in previous)],
     ]
-    for role, title in (
-        ("first", "the first token"),
-        ("subword", "other subwords of the word"),
-        ("", "no single role"),
-    ):
+    roles = {"first": "the first token", "subword": "other subwords of the word", "": "no single role"}
+    for role, title in roles.items():
         lines.append([f"heads by role: {title}", *(len(pick(own, role=role)) for own in heads)])
     resting = [sum(float(row["first_mass"]) > 0.9 for row in own) for own in heads]
     lines.append(["heads that give the first token more than 90 %", *resting])
     for name, (title, _) in MEASURES.items():
-        best = [_surest(rows, model, name) for model in models]
-        lines.append(
-            [f"surest head, {title}, %", *(f"{100 * float(r[name]):.1f} ({r['layer']}.{r['head']})" for r in best)]
-        )
+        best = [surest(own, model, name) for own, model in zip(heads, models, strict=True)]
+        shown = (f"{100 * float(row[name]):.1f} ({row['layer']}.{row['head']})" for row in best)
+        lines.append([f"surest head, {title}, %", *shown])
     return table([f"{len(heads[0])} heads", *models], lines)
 
 
@@ -68,7 +61,8 @@ def findings(rows: Rows) -> list[Finding]:
     made = []
     for name, (title, figure) in MEASURES.items():
         if figure:
-            values = [100 * float(_surest(rows, model, name)[name]) for model in (before, after)]
+            heads = rows(f"{GROUP}/heads")
+            values = [100 * float(surest(heads, model, name)[name]) for model in (before, after)]
             claim = f"Correia et al., figure {figure}, SmolLM2: the surest head for the {title} gets surer when it is sparse"
             here = f"{before} {values[0]:.1f} %, {after} {values[1]:.1f} %"
             made.append(Finding(claim, "surer with learned alpha", here, found(values[1] > values[0], "one seed")))
@@ -86,11 +80,8 @@ def figure(rows: Rows) -> Figure | None:
         return None
     before, after = (pick(rows(f"{GROUP}/heads"), model=model) for model in _both(rows))
     drawn = Figure(figsize=(11, 3.9), layout="constrained")
-    shown = {
-        "max_weight": "largest weight",
-        "confidence_previous": "on the previous token",
-        "first_mass": "on the first token",
-    }
+    shown = {"max_weight": "largest weight", "confidence_previous": "on the previous token"}
+    shown["first_mass"] = "on the first token"
     *axes, last = drawn.subplots(1, len(shown) + 1)
     layers = [int(row["layer"]) for row in before]
     for axis, (name, title) in zip(axes, shown.items(), strict=True):

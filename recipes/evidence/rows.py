@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.public_sets import SETS
+from recipes.public_data import SETS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes" / "results"

@@ -13,9 +13,9 @@ import pytest
 
 import language_modeling
 import translation
-from common.public_sets import SETS, lay_out
 from common.settings import parse
 from hf_entmax.analysis.reading import tables
+from public_data import SETS, lay_out
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "recipes" / "data" / "README.md").read_text(encoding="utf-8")
