@@ -17,13 +17,13 @@ AlphaDtype = Literal["float32", "auto"]
 LengthScaling = Literal["none", "constant", "log", "adaptive"]
 LengthScalingInit = Literal["identity", "paper"]
 SITES: tuple[Site, ...] = get_args(Site)
-TIES: tuple[Tie, ...] = get_args(Tie)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 #: Defaults of ``alpha_init`` in earlier versions: stored in every checkpoint, those without a learned alpha too.
 _FORMER_STARTS = (1.1,)
-ALPHA_DTYPES: tuple[AlphaDtype, ...] = get_args(AlphaDtype)
-LENGTH_SCALINGS: tuple[LengthScaling, ...] = get_args(LengthScaling)
-LENGTH_SCALING_INITS: tuple[LengthScalingInit, ...] = get_args(LengthScalingInit)
+_CHOICES = {
+    **{"tie": Tie, "backend": Backend, "alpha_dtype": AlphaDtype},
+    **{"length_scaling": LengthScaling, "length_scaling_init": LengthScalingInit},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,8 @@ class EntmaxConfig:
                     '(alpha_range), or "normal" to draw a ~ N(0, 1).'
                 )
             set_("alpha_init", float(self.alpha_init))
-        _choice("tie", self.tie, TIES)
-        _choice("backend", self.backend, BACKENDS)
-        _choice("alpha_dtype", self.alpha_dtype, ALPHA_DTYPES)
-        _choice("length_scaling", self.length_scaling, LENGTH_SCALINGS)
-        _choice("length_scaling_init", self.length_scaling_init, LENGTH_SCALING_INITS)
+        for name, kind in _CHOICES.items():
+            _choice(name, getattr(self, name), get_args(kind))
         if self.length_scaling_heads is not None:
             set_("length_scaling_heads", _integers("length_scaling_heads", self.length_scaling_heads, "heads"))
             if min(self.length_scaling_heads) < 0 or len(set(self.length_scaling_heads)) < len(

@@ -86,16 +86,7 @@ def entmax_mask(
 ) -> Tensor | None:
     """The mask that Transformers asks for, as ``eager_mask`` would build it or as its description.
 
-    Args:
-        batch_size: B.
-        q_length: T_q.
-        kv_length: T_k.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
-        mask_function: ``(batch, head, query, key) -> bool``.
-        attention_mask: ``[B, length]``, nonzero for real tokens, or None.
-        dtype: of the additive mask.
-        **kwargs: for ``eager_mask``; ``config`` says which model asks.
+    The arguments are those of ``eager_mask``; ``config`` among ``kwargs`` says which model asks.
 
     Returns:
         A bool mask, True = may attend, for the few models that read it as that (``families.BOOLEAN_MASKS``). Otherwise

@@ -34,15 +34,7 @@ def _prepared(
     schema="(Tensor logits, Tensor labels, Tensor? alpha, float number, int ignore_index, float smoothing, bool slope)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def entmax_losses(
-    logits: Tensor,
-    labels: Tensor,
-    alpha: Tensor | None,
-    number: float,
-    ignore_index: int,
-    smoothing: float,
-    slope: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def entmax_losses(logits, labels, alpha, number, ignore_index, smoothing, slope):
     """Losses of all rows ``[N, V]``, as :func:`hf_entmax.losses.entmax_loss` defines them.
 
     Alpha is ``[1]`` or ``[N]``, or None for one ``number``; ``slope`` says whether derivatives in it are wanted.
@@ -63,9 +55,7 @@ def entmax_losses(
 
 
 @entmax_losses.register_fake
-def _(
-    logits: Tensor, labels: Tensor, alpha: Tensor | None, number: Any, ignore_index: Any, smoothing: Any, slope: bool
-):
+def _(logits, labels, alpha, number, ignore_index, smoothing, slope):
     rows = logits.shape[0]
     losses = logits.new_empty(rows, dtype=exact_dtype(logits))
     solved = losses.new_empty(3, rows, 1)
@@ -78,17 +68,7 @@ def _(
     schema="(Tensor grad, Tensor logits, Tensor labels, Tensor? alpha, float number, int ignore_index, float smoothing,"
     " Tensor solved, Tensor dead) -> Tensor",
 )
-def entmax_loss_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    alpha: Tensor | None,
-    number: float,
-    ignore_index: int,
-    smoothing: float,
-    solved: Tensor,
-    dead: Tensor,
-) -> Tensor:
+def entmax_loss_gradient(grad, logits, labels, alpha, number, ignore_index, smoothing, solved, dead):
     """``grad (p - q)`` ``[N, V]``; arguments and results of :func:`entmax_losses`."""
     target, _, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
     weight = grad.masked_fill(dead, 0.0)[:, None].to(compute_dtype(logits.dtype))

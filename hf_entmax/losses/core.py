@@ -53,12 +53,7 @@ def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
 
         H(p) = sum_j (p_j - p_j^alpha) / (alpha (alpha - 1)) = -sum_j p_j expm1(u log p_j) / (u (1 + u))
 
-    Args:
-        probs: ``[..., K]``, non-negative.
-        u: ``alpha - 1 >= 0``, a float or broadcastable to ``[..., 1]``.
-
-    Returns:
-        ``[...]``.
+    ``u`` is ``alpha - 1 >= 0``, a float or broadcastable to ``[..., 1]``.
 
     Reference:
         Peters, Niculae, Martins 2019, sec. 3.

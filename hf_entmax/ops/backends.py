@@ -8,20 +8,17 @@ import importlib.util
 import logging
 import os
 from types import ModuleType
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from hf_entmax.config import BACKENDS as BACKENDS
+from hf_entmax.config import Backend as Backend
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import recorded, traced
 
-Backend = Literal["auto", "torch", "numba", "triton"]
 _peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
-
-#: The names `backend` accepts.
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _KERNELS = {
     "numba": ("hf_entmax.ops.numba_cpu", "numba", "pip install 'hf_entmax[cpu]'"),
@@ -152,12 +149,9 @@ def plain(tensor: Tensor) -> bool:
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:
-    """Return the module of fused kernels for independent rows of scores, or None where there is none for them.
+    """The module of fused kernels for independent rows of scores ``[n, V]``, or None where there is none for them.
 
     There is none on other devices, for float64 and in a graph being traced.
-
-    Args:
-        scores: ``[n, V]``.
 
     Returns:
         A module with two functions and a constant: ``solve_rows(scores, u, floor=-inf, out=None)``, a

@@ -41,12 +41,7 @@ def gradient_rows(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Pull a cotangent of the probabilities back to the scores and to alpha, a chunk of rows at a time.
 
-    Args:
-        probs: ``[R, d]`` probabilities.
-        grad: ``[R, d]`` cotangent, same dtype.
-        u: ``alpha - 1``, a float or ``[R, 1]`` in the compute dtype.
-        with_scores: whether the gradient in the scores is wanted.
-        with_alpha: whether the gradient in alpha is wanted.
+    ``probs`` and their cotangent ``grad`` are ``[R, d]`` of one dtype, ``u`` is a float or ``[R, 1]`` in the compute dtype.
 
     Returns:
         ``[R, d]`` in the dtype of ``probs`` and ``[R, 1]`` in the compute dtype, None where not wanted.

@@ -70,14 +70,9 @@ def row_max(scores: Tensor, allowed: Tensor) -> Tensor:
 def project_rows(rows: Tensor, centre: Callable[..., Tensor], *per_row: float | Tensor) -> Tensor:
     """Transform rows, shift each to a maximum of 0, and project them; no gradient.
 
-    Args:
-        rows: ``[..., n]``.
-        centre: ``(rows, *per_row) -> y - max y``, float32 or float64 of the shape of the rows it was given, with
-            ``-inf`` where an entry is masked; called on blocks of rows.
-        *per_row: numbers, or tensors broadcastable to ``[..., 1]``, for ``centre``.
-
-    Returns:
-        The projection of ``y``, shape and dtype of ``rows``: rows sum to 1, or are 0 where masked whole.
+    ``centre`` is called on blocks of rows ``[..., n]`` and of ``per_row`` (numbers, or tensors broadcastable to ``[..., 1]``): it
+    gives ``y - max y`` of the same shape in float32 or float64, with ``-inf`` where an entry is masked. Rows of the projection
+    sum to 1, or are 0 where masked whole.
     """
     if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() <= BLOCK_ELEMENTS:
         return project_centred(centre(rows, *per_row)).to(rows.dtype)

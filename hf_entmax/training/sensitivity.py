@@ -163,11 +163,7 @@ _GRID = torch.tensor(SHARES, dtype=torch.float64).logit()
 
 
 def measure_sensitivity(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, Any]],
-    counts: Sequence[int],
-    loss: Loss,
-    vector: AlphaVector,
+    model: PreTrainedModel, batches: Sequence[dict[str, Any]], counts: Sequence[int], loss: Loss, vector: AlphaVector
 ) -> Sensitivity:
     r"""Density and estimated cost of every head at every alpha of the grid.
 

@@ -298,11 +298,7 @@ class Call:
         return SparseRows(offsets, columns, values, self.shape)
 
     def backward(
-        self,
-        support: Support,
-        dout: Tensor,
-        dweights: Tensor | None,
-        wanted: tuple[bool, ...],
+        self, support: Support, dout: Tensor, dweights: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of query, key, value [.., D padded] in float32 and of alpha [H] in float64, those wanted."""
         self._lay_out(support.chunks, support.block_rows)

@@ -118,13 +118,8 @@ def recompute_rows(
 ) -> None:
     """All weights of rows that were solved before, times ``scale``.
 
-    Args:
-        scores: as given to `solve_rows`.
-        maximum: ``[n, 1]``, as returned by it; likewise ``shift``. Finite.
-        shift: ``[n, 1]``.
-        scale: ``[n, 1]``, times whatever else the weights are to be multiplied by.
-        u: as given to `solve_rows`, at most 1.
-        out: contiguous float32 ``[n, V]``, overwritten.
+    ``scores`` and ``u``, at most 1, are as given to `solve_rows`, ``maximum`` and ``shift`` ``[n, 1]`` as returned by it, and
+    finite; ``scale`` ``[n, 1]`` may hold whatever else the weights are to be multiplied by; ``out`` is contiguous float32.
     """
     call = _Call(scores, u)
     r = call.record

@@ -90,13 +90,10 @@ def tuned_blocks(device: str | None = None) -> dict[str, Blocks]:
 
 
 def attention_blocks(queries: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Blocks:
-    """Choose the tile of attention.
+    """Choose the tile of attention, for head dimensions of at most 256.
 
-    Args:
-        queries: T_q; up to 16 (decoding) takes the smallest tile a tensor core multiplies.
-        head_dim: D of queries and keys, at most 256.
-        value_dim: D of values, at most 256.
-        dtype: of query, key and value; float32 tiles take twice the shared memory and are half as wide.
+    Up to 16 queries (decoding) take the smallest tile a tensor core multiplies; float32 tiles take twice the shared memory
+    and are half as wide.
 
     Returns:
         The tile and launch parameters: those of `tuned_blocks` where there are any, else chosen so that compilation for
