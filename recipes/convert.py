@@ -51,7 +51,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_entmax
 from common.batches import Batches
-from common.blocks import check_sizes
+from common.blocks import TextSettings
 from common.conversion import Conversion, base_model
 from common.conversion_tasks import CAUSAL, SENTENCES, Kind, Task, kind_of, make_task, read_data
 from common.finish import STAGES, check_finish, curve, finish, shared_curve, write_curve
@@ -59,7 +59,7 @@ from common.heads import head_statistics
 from common.pretrained import check_length
 from common.results import END, columns
 from common.run import Run, check_model
-from common.settings import RunSettings, option, parse
+from common.settings import option, parse
 from common.training import Training
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model
 from hf_entmax.integration.interface import CHILD
@@ -88,7 +88,7 @@ def curve_fields(kind: Kind) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass
-class Settings(RunSettings):
+class Settings(TextSettings):
     """Settings of this recipe, beside those that all share."""
 
     model: str = option("", "the softmax model: a folder or Hub id, causal, encoder-decoder or sentence encoder")
@@ -118,13 +118,6 @@ class Settings(RunSettings):
     tau: float = option(0.01, "attention weight that counts half in the density's stand-in")
     lora_rank: int = option(0, "train adapters of this rank (and learned alphas) only; 0 trains everything")
     evaluate_every: int = option(0, "evaluate after so many optimiser steps too, not only after each epoch")
-    data: str = option("lm/wikitext-2/{split}.txt.gz", "causal models: as for language_modeling.py")
-    dev_split: str = option("valid", "causal models: what {split} is for dev")
-    column: str = option("text", "causal models: which column has the text")
-    block: int = option(128, "causal models: tokens in a block")
-    train_tokens: int = option(0, "causal models: train on so many tokens; 0 for all")
-    dev_tokens: int = option(0, "causal models: tokens of dev; 0 for all")
-    test_tokens: int = option(0, "causal models: tokens of test; 0 for all")
     train: str = option("", "pairs: sentence pairs as for translation.py, or texts that mean the same for an encoder")
     dev: str = option("", "pairs: for each evaluation")
     test: str = option("", "pairs: for the last one")
@@ -144,7 +137,6 @@ class Settings(RunSettings):
         self.require("patience", self.patience == 0, "0: a conversion keeps its last model")
         self.require_at_least(task_weight=0, distill_logits=0, distill_attention=0, lora_rank=0, evaluate_every=0)
         self.require_at_least(dev_sentences=0, train_pairs=0, max_tokens=2, beams=1)
-        check_sizes(self)
         weighted = self.task_weight + self.distill_logits + self.distill_attention > 0
         self.require("task_weight", weighted, "above 0 where nothing is distilled")
         for name in ("temperature", "tau"):

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
 from common.batches import Batches, evenly
-from common.blocks import Block, check_sizes, collate, prepare, read_splits, text_measures
+from common.blocks import Block, TextSettings, collate, prepare, probe, read_splits, text_measures
 from common.finish import check_finish, finish
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length
 from common.results import END, columns
 from common.run import Run, write_atomically
-from common.settings import RunSettings, option, parse
+from common.settings import option, parse
 from common.training import Training, count_shifted_labels, make_sparse
 
 FIELDS = columns(
@@ -49,16 +49,9 @@ FIELDS = columns(
 
 
 @dataclasses.dataclass
-class Settings(RunSettings):
+class Settings(TextSettings):
     """Settings of this recipe, beside those that all share."""
 
-    data: str = option("lm/wikitext-2/{split}.txt.gz", "where the text is; {split} is train, dev_split and test")
-    dev_split: str = option("valid", "what {split} is for dev")
-    column: str = option("text", "which column has the text, where the data have columns")
-    train_tokens: int = option(0, "train on so many tokens from the beginning; 0 for all")
-    dev_tokens: int = option(0, "tokens of dev that choose the best epoch; 0 for all")
-    test_tokens: int = option(0, "tokens of the test text; 0 for all")
-    block: int = option(128, "tokens in a block: how far back a token can see")
     model: str = option("", "pretrained causal model, Hub id or folder; default: train one from scratch")
     architecture: str | None = option(None, "from scratch: gpt2 (default) or llama")
     vocabulary: int | None = option(None, "from scratch: size of the byte-level BPE (default 4000)")
@@ -78,7 +71,6 @@ class Settings(RunSettings):
                 self.require(name, getattr(self, name) is None, f"left out with a pretrained model ({self.model})")
             elif getattr(self, name) is None:
                 setattr(self, name, defaults.get(name))
-        check_sizes(self)
         self.require_at_least(samples=0)
         fits = 1 <= self.prompt < self.block or not self.samples
         self.require("prompt", fits, f"between 1 and block - 1 = {self.block - 1}")
@@ -192,13 +184,6 @@ def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[st
     return repetition(output, settings.prompt) | human
 
 
-def attention_measures(model: Any, blocks: list[Block], settings: Any, count: int = 32) -> dict[str, float]:
-    """Density, support and diversity of the heads on the first whole blocks."""
-    whole = [block for block in blocks if len(block["input_ids"]) == settings.block][:count] or blocks[:1]
-    ids = [torch.tensor([block["input_ids"] for block in whole[i : i + 8]]) for i in range(0, len(whole), 8)]
-    return head_statistics(model, [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids])
-
-
 def main(settings: Settings) -> None:
     lines = read_splits(settings)
     check_finish(settings, FIELDS)
@@ -237,7 +222,7 @@ def main(settings: Settings) -> None:
         "test_tokens": int(test.pop("tokens")),
         "test_words": test.pop("words", ""),
         **{name: round(value, 4) for name, value in test.items()},
-        **attention_measures(best, blocks["dev"], settings),
+        **head_statistics(best, probe(blocks["dev"], settings.block)),
     }
     if settings.samples:
         repeats = sample(best, blocks["test"], tokenizer, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from common.batches import Batches
 from common.run import Run
+from common.settings import RunSettings, option
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.generation import SamplingMetrics
 from hf_entmax.ops import entmax
@@ -18,18 +20,26 @@ from hf_entmax.ops import entmax
 Block = dict[str, list[int]]
 
 
-def check_sizes(settings: Any) -> None:
-    """Ranges of the settings that say how much text there is, also for other recipes with such settings.
+@dataclasses.dataclass
+class TextSettings(RunSettings):
+    """The running text of a recipe for causal models, and how much of it there is."""
 
-    Raises:
-        ValueError: if one is out of its range.
-    """
-    settings.require("block", settings.block >= 2, "at least 2")
-    enough = settings.train_tokens == 0 or settings.train_tokens >= settings.block
-    settings.require("train_tokens", enough, f"0 for all, or at least block={settings.block}")
-    for name in ("dev_tokens", "test_tokens"):
-        count = getattr(settings, name)
-        settings.require(name, count == 0 or count >= 2, "0 for all, or at least 2: the first is not predicted")
+    data: str = option("lm/wikitext-2/{split}.txt.gz", "running text: {split} is train, dev_split and test")
+    dev_split: str = option("valid", "running text: what {split} is for dev")
+    column: str = option("text", "running text: which column has it, where the data have columns")
+    block: int = option(128, "running text: tokens in a block, how far back a token can see")
+    train_tokens: int = option(0, "running text: train on so many tokens from the beginning; 0 for all")
+    dev_tokens: int = option(0, "running text: tokens of dev; 0 for all")
+    test_tokens: int = option(0, "running text: tokens of test; 0 for all")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("block", self.block >= 2, "at least 2")
+        enough = self.train_tokens == 0 or self.train_tokens >= self.block
+        self.require("train_tokens", enough, f"0 for all, or at least block={self.block}")
+        for name in ("dev_tokens", "test_tokens"):
+            count = getattr(self, name)
+            self.require(name, count == 0 or count >= 2, "0 for all, or at least 2: the first is not predicted")
 
 
 def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> tuple[list[int], int | None]:
@@ -93,6 +103,12 @@ def collate(blocks: list[Block]) -> dict[str, Tensor]:
         "input_ids": torch.tensor([ids + ids[-1:] * missing for ids, missing in rows]),
         "labels": torch.tensor([ids + [-100] * missing for ids, missing in rows]),
     }
+
+
+def probe(blocks: list[Block], length: int) -> list[dict[str, Tensor]]:
+    """The first 32 whole blocks (or the first one, if none is whole), to look at the heads with."""
+    whole = [block for block in blocks if len(block["input_ids"]) == length][:32] or blocks[:1]
+    return [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)]
 
 
 def prepare(

@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq
 
 from common.batches import collated
-from common.blocks import collate, prepare, read_splits, text_measures
+from common.blocks import collate, prepare, probe, read_splits, text_measures
 from common.pretrained import check_causal, check_encoder
 from common.run import Run
 from common.sentences import check_pooling, embed, pair_batch, read_text_pairs, retrieval, spearman
@@ -127,7 +127,6 @@ def make_task(kind: Kind, settings: Any, data: Any, tokenizer: Any, run: Run, te
 def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
     """Blocks of text and perplexities."""
     blocks, words = prepare(settings, lines, tokenizer)
-    whole = [block for block in blocks["dev"] if len(block["input_ids"]) == settings.block][:32] or blocks["dev"][:1]
 
     def measure(model: Any, split: str) -> dict[str, float]:
         found = text_measures(model, blocks[split], words[split], run)
@@ -138,7 +137,7 @@ def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: 
         collate,
         lambda block: len(block["input_ids"]),
         count_shifted_labels,
-        [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)],
+        probe(blocks["dev"], settings.block),
         lambda model: measure(model, "dev"),
         lambda model, name: measure(model, "test"),
     )

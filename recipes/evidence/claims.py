@@ -220,21 +220,10 @@ def price(row: Row, control: Row) -> float:
 
 
 CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
-    morphology,
-    ensembles,
-    certainty,
-    grid,
-    translation,
-    alternatives,
-    claims_heads.diversity,
-    claims_heads.roles,
-    claims_heads.letters,
-    speed,
-    lambdas,
-    conversions,
-    pretrained.findings,
-    pretrained_heads.findings,
-)
+    morphology, ensembles, certainty, grid, translation, alternatives,
+    claims_heads.diversity, claims_heads.roles, claims_heads.letters,
+    speed, lambdas, conversions, pretrained.findings, pretrained_heads.findings,
+)  # fmt: skip
 
 
 def verdicts(rows: Rows) -> list[Finding]:

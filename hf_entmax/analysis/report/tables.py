@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -200,15 +199,12 @@ TABLES = {
 }
 
 
-def write_tables(
-    models: Sequence[AttentionStatistics], folder: str | os.PathLike[str], stem: str = "report"
-) -> list[Path]:
+def write_tables(models: Sequence[AttentionStatistics], folder: Path, stem: str = "report") -> list[Path]:
     """Writes every table as CSV (all models in one file, told apart by a column) and everything as one JSON file.
 
     ``stem`` names the JSON file; other than "report" it also goes before the names of the CSV files. Returns the files;
     a table without rows is not written.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "" if stem == "report" else f"{stem}-"
     record: dict[str, Any] = {"models": []}
