@@ -31,15 +31,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
 )
 
 from common.batches import Batches, answers_of, collated, evenly
 from common.finish import check_finish, finish
-from common.from_scratch import ShapeSettings
+from common.from_scratch import ShapeSettings, build_bert
 from common.heads import head_statistics
 from common.pretrained import check_length
 from common.results import END, columns
@@ -157,20 +155,9 @@ def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
         # A head for other classes is replaced by a new one.
         options = {**names, "problem_type": "single_label_classification", "ignore_mismatched_sizes": True}
         return AutoModelForSequenceClassification.from_pretrained(settings.model, dtype=torch.float32, **options)
-    config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=settings.width,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        intermediate_size=4 * settings.width,
-        max_position_embeddings=settings.max_tokens,
-        hidden_dropout_prob=settings.dropout,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=0,
-        problem_type="single_label_classification",
-        **names,
-    )
-    return BertForSequenceClassification(config)
+    options = {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": 0.0, **names}
+    sizes = (vocabulary, settings.width, settings.layers, settings.heads, settings.max_tokens)
+    return build_bert(*sizes, problem_type="single_label_classification", **options)
 
 
 def logits_of(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> torch.Tensor:

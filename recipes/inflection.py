@@ -149,7 +149,6 @@ def build_tokenizer(words: list[Word]) -> PreTrainedTokenizerFast:
 
 
 def encode(words: list[Word], tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Token ids of questions and answers."""
     sources = tokenizer([word.source for word in words])["input_ids"]
     targets = tokenizer(text_target=[word.form for word in words])["input_ids"]
     return [{"input_ids": s, "labels": t} for s, t in zip(sources, targets, strict=True)]
@@ -179,7 +178,6 @@ def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
 
 
 def decode(rows: list[list[int]], tokenizer: Any) -> list[str]:
-    """Answers as text."""
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
 
 

@@ -203,7 +203,6 @@ def check_tokens(model: Any, cache: Any, token: int, length: int, steps: int = 4
 
 
 def show(results: Results, what: str) -> None:
-    """Print the last row."""
     print("  ".join(f"{name} {results.rows[-1][name]}" for name in FIELDS[what][1:-4]), flush=True)
 
 

@@ -268,7 +268,6 @@ def build_config(values: dict[str, Any]) -> Any:
 
 
 def overrides(pairs: list[str]) -> dict[str, Any]:
-    """``key=value`` arguments, values read as YAML."""
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -87,7 +87,6 @@ class Article:
 
 
 def read_articles(settings: Settings) -> tuple[list[Article], list[Article], list[Article]]:
-    """The texts of train, dev and test."""
     wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
     splits = read_splits(wheres, (settings.source, settings.target), read_lists)
     train, dev, test = ([Article(*map(tuple, row)) for row in rows] for rows in splits.values())

@@ -127,7 +127,6 @@ def prepare(
 
 
 def read_splits(settings: Any) -> dict[str, list[str]]:
-    """The lines of train, dev and test."""
     if "{split}" not in settings.data:
         raise ValueError(f"data={settings.data!r} must contain {{split}}: there are three texts, train, dev and test.")
     names = {"train": "train", "dev": settings.dev_split, "test": "test"}

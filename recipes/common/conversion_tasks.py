@@ -125,7 +125,6 @@ def make_task(kind: Kind, settings: Any, data: Any, tokenizer: Any, run: Run, te
 
 
 def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
-    """Blocks of text and perplexities."""
     blocks, words = prepare(settings, lines, tokenizer)
 
     def measure(model: Any, split: str) -> dict[str, float]:
@@ -144,7 +143,6 @@ def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: 
 
 
 def _translation_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Run, teacher: Any) -> Task:
-    """Sentence pairs and BLEU."""
     collator = DataCollatorForSeq2Seq(tokenizer, model=teacher)
     examples = {split: encode_pairs(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
     for split in ("train", "dev"):

@@ -1,4 +1,4 @@
-"""Small encoder-decoders trained from scratch: their settings, their tokenizer, the model."""
+"""Small models trained from scratch: their settings, their tokenizer, the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import dataclasses
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForSeq2SeqLM, BartConfig, MarianConfig, PreTrainedTokenizerFast, T5Config
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    MarianConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from common.settings import RunSettings, option
 
@@ -104,6 +112,13 @@ def build_seq2seq(
         kind = BartConfig if architecture == "bart" else MarianConfig
         shape = kind(dropout=settings.dropout, scale_embedding=True, **{**shared, **config})
     return write_at_most(AutoModelForSeq2SeqLM.from_config(shape), longest)
+
+
+def build_bert(vocabulary: int, width: int, layers: int, heads: int, longest: int, **config: Any) -> Any:
+    """A BERT that tells classes of sequences of at most ``longest`` tokens; ``config`` says what is to be different."""
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 4 * width, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": longest}
+    return BertForSequenceClassification(BertConfig(**{**sizes, **config}))
 
 
 def write_at_most(model: Any, tokens: int) -> Any:

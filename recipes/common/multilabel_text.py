@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
+from common.from_scratch import build_bert
 from common.multilabel_data import Split, TextData, english_verb_texts, read_texts
 from common.multilabel_scores import MultilabelResults, f1, score
 from common.settings import option
@@ -56,7 +57,6 @@ class TextConfig:
 
 
 def load(config: TextConfig, data_dir: Path) -> TextData:
-    """The texts that the configuration names."""
     if config.data == "english_verbs":
         return english_verb_texts(config.limit)
     files = {split: data_dir / path for split, path in config.files.items()}
@@ -66,18 +66,11 @@ def load(config: TextConfig, data_dir: Path) -> TextData:
 def build(config: TextConfig, data: TextData, output: str, attention: dict[str, Any]) -> BertForSequenceClassification:
     """A BERT with the attention and the multilabel loss asked for."""
     labels = data.splits["train"].labels.shape[1]
-    bert = BertConfig(
-        vocab_size=len(data.characters) + 3,
-        hidden_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.hidden // 16,
-        intermediate_size=2 * config.hidden,
-        max_position_embeddings=max(part.features.shape[1] for part in data.splits.values()),
-        pad_token_id=0,
-        num_labels=labels,
-        problem_type="multi_label_classification",
-    )
-    return patch_model(BertForSequenceClassification(bert), **attention, output_mapping=output)
+    longest = max(part.features.shape[1] for part in data.splits.values())
+    sizes = (len(data.characters) + 3, config.hidden, config.layers, config.hidden // 16, longest)
+    kind = {"num_labels": labels, "problem_type": "multi_label_classification"}
+    model = build_bert(*sizes, intermediate_size=2 * config.hidden, **kind)
+    return patch_model(model, **attention, output_mapping=output)
 
 
 @torch.no_grad()

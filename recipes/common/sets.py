@@ -217,17 +217,10 @@ def measure_answers(
             sets = sets or listed(test[:LISTED].tolist(), threshold)
         own = hits[0][:LISTED], torch.tensor([size for size, _ in sets])
         alike = measure(*([part, part] for part in own))
-        records.append(
-            {
-                "coverage_wanted": share,
-                **measure(hits, [torch.zeros(len(hit)) for hit in hits]),
-                **{name: alike[name] for name in ("size", "strata", "worst_stratum")},
-                "size_sd": "",
-                "calibration": len(chosen[0][0]),
-                "listed": len(sets),
-                "whole": round(100 * statistics.fmean(whole for _, whole in sets), 1),
-            }
-        )
+        found = {"coverage_wanted": share, **measure(hits, [torch.zeros(len(hit)) for hit in hits])}
+        found |= {name: alike[name] for name in ("size", "strata", "worst_stratum")} | {"size_sd": ""}
+        found |= {"calibration": len(chosen[0][0]), "listed": len(sets)}
+        records.append(found | {"whole": round(100 * statistics.fmean(whole for _, whole in sets), 1)})
     return records
 
 

@@ -168,7 +168,6 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
 
 
 def draw_all(results: Path = RESULTS, folder: Path = CARDS / "figures") -> None:
-    """Draw what there are rows for."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (draw, dpi) in DRAWN.items():
         if (figure := draw(Rows(results))) is not None:

@@ -12,13 +12,11 @@ def _alpha(row: Row) -> str:
 
 
 def _ratio(row: Row, name: str, digits: int = 2) -> str:
-    """A ratio and its quartiles."""
     middle, low, high = (f"{float(row[name + end]):.{digits}f}" for end in ("", "_25", "_75"))
     return f"{middle} ({low} to {high})"
 
 
 def models(rows: Rows, **wanted: object) -> str:
-    """Whole models."""
     return row_table(rows("long_context", **wanted), {
         "alpha": _alpha, "batch": "batch", "tokens": "length", "bits": "bits",
         "keys read, %": ("read", 2, 100), "nonzero, %": ("nonzero", 2, 100),

@@ -41,7 +41,6 @@ class Rows:
 
 
 def pick(rows: Iterable[Row], /, **wanted: object) -> list[Row]:
-    """The rows with these values."""
     return [row for row in rows if all(row[name] == str(value) for name, value in wanted.items())]
 
 
@@ -59,12 +58,10 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]
 
 
 def numbers(rows: Iterable[Row], name: str, factor: float = 1.0) -> list[float]:
-    """A column."""
     return [factor * float(row[name]) for row in rows]
 
 
 def mean(rows: Iterable[Row], name: str) -> float:
-    """Of a column."""
     return statistics.mean(numbers(rows, name))
 
 
@@ -80,7 +77,6 @@ def column(rows: Sequence[Row], name: str, digits: int = 2, factor: float = 1.0)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(str, cells)) + " |\n" for cells in lines)
 

@@ -121,14 +121,8 @@ class SparseWeights:
         self._row = rows.rows()
         # Everything about an entry but its column is that of its row, looked up in a table with one number per row.
         batch, heads, queries, keys = rows.shape
-        self._sentence, self._head, self._query = (
-            axis.expand(batch, heads, queries).flatten()
-            for axis in (
-                torch.arange(batch).view(-1, 1, 1),
-                torch.arange(heads).view(1, -1, 1),
-                torch.arange(queries).view(1, 1, -1),
-            )
-        )
+        axes = torch.meshgrid(*map(torch.arange, (batch, heads, queries)), indexing="ij")
+        self._sentence, self._head, self._query = (axis.flatten() for axis in axes)
         self._pair = self._of_row((self._sentence * queries + self._query) * keys) + self._columns
         kept = pairs.flatten().index_select(0, self._pair)
         values = rows.weights.float() if rows.weights.element_size() < 4 else rows.weights

@@ -126,14 +126,12 @@ def run_part(name: str, out: Path, tiny: bool, smollm2: Path | None, end: float)
 
 
 def command_of(name: str, out: Path, minutes: float, tiny: bool, smollm2: Path | None) -> list[str]:
-    """How the process of a part is started."""
     command = [sys.executable, "-m", "recipes.benchmarks.gpu", "--out", str(out), "--only", name]
     command += ["--minutes", str(minutes), *(["--tiny"] if tiny else [])]
     return [*command, *(["--smollm2", str(smollm2)] if smollm2 else [])]
 
 
 def environment(out: Path, tiny: bool) -> dict[str, str]:
-    """The variables of a part's process."""
     variables = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables["TRITON_INTERPRET"] = "1" if tiny else "0"

@@ -94,7 +94,6 @@ def in_a_process(name: str) -> dict[str, Any]:
 
 
 def compile_case(name: str) -> dict[str, dict[str, Any]]:
-    """What compiling a case gives, by kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
@@ -146,7 +145,6 @@ def attend(case: Case) -> None:
 
 
 def arguments(case: Case) -> tuple[Any, ...]:
-    """Query, key, value, alpha and options."""
     from hf_entmax.ops.options import AttentionOptions
 
     dtype, shape = case.dtype, (case.queries, case.keys)

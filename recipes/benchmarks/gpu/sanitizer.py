@@ -77,7 +77,6 @@ def attend(dtype: torch.dtype, head_dim: int, device: str, length: int, **option
 
 
 def every_kernel(case: str, device: str, length: int = 0) -> None:
-    """Run a case once, checked."""
     length = length or (20 if device == "cpu" else 150)
     if case == "half":
         attend(torch.bfloat16, 64, device, length)

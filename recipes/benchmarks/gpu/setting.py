@@ -52,15 +52,11 @@ class Setting:
 
 def figures(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
     """Median and spread in milliseconds, by name."""
-    return {
-        name: {
-            "median": round(quantile(values, 0.5), 5),
-            "q20": round(quantile(values, 0.2), 5),
-            "q80": round(quantile(values, 0.8), 5),
-            "repeats": len(values),
-        }
-        for name, values in times.items()
-    }
+    found = {}
+    for name, values in times.items():
+        median, q20, q80 = (round(quantile(values, share), 5) for share in (0.5, 0.2, 0.8))
+        found[name] = {"median": median, "q20": q20, "q80": q80, "repeats": len(values)}
+    return found
 
 
 def together(module: str, calls: Iterable[Sequence[object]]) -> None:

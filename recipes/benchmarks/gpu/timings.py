@@ -179,7 +179,6 @@ def captured(
 
 
 def compile_one(head_dim: str, name: str, mode: str) -> None:
-    """Run one implementation on a small problem."""
     tensors = problems.random(2, 4, 256, int(head_dim), "cuda")
     alpha = torch.linspace(1.3, 1.9, 4, device="cuda").requires_grad_()
     attend = implementations(tensors, alpha, eager=False)[name]

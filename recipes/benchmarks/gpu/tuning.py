@@ -87,7 +87,6 @@ def passes(case: str, setting: Setting, small: bool = False) -> tuple[Callable[[
 
 
 def measure(case: str, candidate: blocks.Blocks, setting: Setting) -> dict[str, Any]:
-    """Milliseconds of both passes."""
     use(case, candidate, setting, str(setting.out / "candidate.json"))
     forward, backward = passes(case, setting)
     times = setting.times({"forward": forward, "backward": backward}, seconds=1.0)
@@ -119,7 +118,6 @@ def choose(case: str, setting: Setting, rows: Rows) -> dict[str, Any]:
 
 
 def compile_one(case: str, numbers: str, out: str) -> None:
-    """Run one candidate on a small problem."""
     setting = Setting(Path(out), False, 60.0)
     use(case, blocks.Blocks(*map(int, numbers.split(","))), setting, f"{out}/candidate.{os.getpid()}.json")
     try:
