@@ -128,9 +128,8 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="[PAD]",
@@ -235,9 +234,8 @@ def main(settings: Settings) -> None:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     )
     collator = DataCollatorWithPadding(tokenizer)
-    batches = Batches.for_training(
-        run, examples, lambda part: dict(collator(part)), lambda example: len(example["input_ids"])
-    )
+    collate, length = lambda part: dict(collator(part)), lambda example: len(example["input_ids"])
+    batches = Batches.for_training(run, examples, collate, length)
 
     def evaluate(current: Any) -> dict[str, float]:
         measures = scores(predict(current, held, collator, run), len(classes), [False] * len(held))

@@ -35,15 +35,15 @@ class PublicSet:
 
     Attributes:
         url: what to clone.
+        fingerprint: of the files behind the published results.
         files: pairs of a pattern in the repository and the folder for what it finds.
         more: yields further files, as names and contents, from the repository's folder.
-        fingerprint: of the files behind the published results.
     """
 
     url: str
+    fingerprint: str = ""
     files: tuple[tuple[str, str], ...] = ()
     more: Callable[[Path], Files] = lambda _: iter(())
-    fingerprint: str = ""
 
 
 def content(path: Path) -> bytes:
@@ -127,35 +127,22 @@ _MULAN = tuple(
     for name in ("birds", "emotions", "scene")
     for end in (".xml", "-train.arff", "-test.arff")
 )
+_ENJA = (("*.en", "mt/small_parallel_enja"), ("*.ja", "mt/small_parallel_enja"))
+_SCITLDR = (("SciTLDR-Data/SciTLDR-A/*.jsonl", "summ/scitldr-a"),)
+_SHAKESPEARE = (("data/tinyshakespeare/input.txt", "lm/tinyshakespeare"),)
+_WIKITEXT = (("word_language_model/data/wikitext-2/*.txt", "lm/wikitext-2"),)
+_PUD = "https://github.com/UniversalDependencies/UD_English-PUD"
 
 SETS = {
-    "enja": PublicSet(
-        "https://github.com/odashi/small_parallel_enja",
-        (("*.en", "mt/small_parallel_enja"), ("*.ja", "mt/small_parallel_enja")),
-        fingerprint="682492058972a8e0",
-    ),
-    "inflection": PublicSet("https://github.com/sigmorphon/conll2018", more=inflection, fingerprint="9c4ba7e76f1323f1"),
-    "mulan": PublicSet("https://github.com/tsoumakas/mulan", _MULAN, fingerprint="842e68c05f192a1e"),
-    "multi30k": PublicSet("https://github.com/multi30k/dataset", _MULTI30K, fingerprint="65b543a274b61810"),
-    "scitldr": PublicSet(
-        "https://github.com/allenai/scitldr",
-        (("SciTLDR-Data/SciTLDR-A/*.jsonl", "summ/scitldr-a"),),
-        fingerprint="5b9cd03e3c0373e5",
-    ),
-    "shakespeare": PublicSet(
-        "https://github.com/karpathy/char-rnn",
-        (("data/tinyshakespeare/input.txt", "lm/tinyshakespeare"),),
-        fingerprint="643b200a345deffd",
-    ),
-    "tatoeba": PublicSet("https://www.manythings.org/anki/deu-eng.zip", more=tatoeba, fingerprint="482610b641058a89"),
-    "treebank": PublicSet(
-        "https://github.com/UniversalDependencies/UD_English-PUD", more=treebank, fingerprint="b1dc5cc2101f0d94"
-    ),
-    "wikitext-2": PublicSet(
-        "https://github.com/pytorch/examples",
-        (("word_language_model/data/wikitext-2/*.txt", "lm/wikitext-2"),),
-        fingerprint="f565b10fea033a4c",
-    ),
+    "enja": PublicSet("https://github.com/odashi/small_parallel_enja", "682492058972a8e0", _ENJA),
+    "inflection": PublicSet("https://github.com/sigmorphon/conll2018", "9c4ba7e76f1323f1", more=inflection),
+    "mulan": PublicSet("https://github.com/tsoumakas/mulan", "842e68c05f192a1e", _MULAN),
+    "multi30k": PublicSet("https://github.com/multi30k/dataset", "65b543a274b61810", _MULTI30K),
+    "scitldr": PublicSet("https://github.com/allenai/scitldr", "5b9cd03e3c0373e5", _SCITLDR),
+    "shakespeare": PublicSet("https://github.com/karpathy/char-rnn", "643b200a345deffd", _SHAKESPEARE),
+    "tatoeba": PublicSet("https://www.manythings.org/anki/deu-eng.zip", "482610b641058a89", more=tatoeba),
+    "treebank": PublicSet(_PUD, "b1dc5cc2101f0d94", more=treebank),
+    "wikitext-2": PublicSet("https://github.com/pytorch/examples", "f565b10fea033a4c", _WIKITEXT),
 }
 
 

@@ -114,14 +114,11 @@ def rouge(summaries: list[str], references: list[tuple[str, ...]]) -> dict[str, 
     return {kind: 100 * sum(score[kind].fmeasure for score in found) / len(found) for kind in KINDS}
 
 
-def summarise(
-    model: Any, articles: list[Article], tokenizer: Any, run: Run, settings: Settings, beams: int
-) -> list[str]:
+def summarise(model: Any, articles: list[Article], tokenizer: Any, run: Run, beams: int) -> list[str]:
     """A summary of every text, in order, on all processes."""
-    options = {"max_new_tokens": settings.max_summary, "no_repeat_ngram_size": settings.no_repeat}
-    return generate(
-        model, encode_sources(articles, tokenizer, settings), tokenizer, run, 16, num_beams=beams, **options
-    )
+    settings, sources = run.settings, encode_sources(articles, tokenizer, run.settings)
+    options = {"max_new_tokens": settings.max_summary, "no_repeat_ngram_size": settings.no_repeat, "num_beams": beams}
+    return generate(model, sources, tokenizer, run, 16, **options)
 
 
 def main(settings: Settings) -> None:
@@ -155,13 +152,13 @@ def main(settings: Settings) -> None:
     batches = Batches.for_training(run, examples, collator, lambda example: len(example["input_ids"]))
 
     def evaluate(current: Any) -> dict[str, float]:
-        measures = rouge(summarise(current, dev, tokenizer, run, settings, 1), [article.references for article in dev])
+        measures = rouge(summarise(current, dev, tokenizer, run, 1), [article.references for article in dev])
         return {"score": sum(measures.values()) / len(measures), **measures}
 
     training = Training(run, model, tokenizer, batches, evaluate)
     training.fit()
     best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
-    summaries = summarise(best, test, tokenizer, run, settings, settings.beams)
+    summaries = summarise(best, test, tokenizer, run, settings.beams)
     run.write("summaries.txt", summaries)
     references = [article.references for article in test]
     found = {

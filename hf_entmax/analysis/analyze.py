@@ -233,9 +233,7 @@ class _Run:
             self._gold(statistics, "alignment", "alignments", Encoder.alignments, pairs, ("cross",))
         return statistics
 
-    def _gold(
-        self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: list, sites: Any
-    ) -> None:
+    def _gold(self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: Any, sites: Any) -> None:
         encoder = self.encoder()
         try:
             found = self.collect(encode(encoder, gold), gold, what, groups=(group,), sites=sites)

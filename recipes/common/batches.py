@@ -41,9 +41,8 @@ def answers_of(
         run: its processes share the work.
         size: examples asked for at a time.
     """
-    batches = Batches(
-        range(len(examples)), lambda places: {"rows": places}, lambda i: length(examples[i]), run.accelerator, size
-    )
+    collate = lambda places: {"rows": places}  # noqa: E731
+    batches = Batches(range(len(examples)), collate, lambda i: length(examples[i]), run.accelerator, size)
     found: list[tuple[int, Any]] = []
     for batch in tqdm(list(batches.in_order()), disable=not run.main, mininterval=5, unit="batch"):
         found += zip(batch["rows"], answer([examples[i] for i in batch["rows"]]), strict=True)

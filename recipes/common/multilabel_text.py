@@ -100,9 +100,7 @@ def attention_support(model: Any, data: Split, rows: int = 256) -> float:
     return total / count
 
 
-def choose_threshold(
-    logits: Tensor, labels: Tensor, output: str, candidates: list[float]
-) -> tuple[float, float | None]:
+def best_threshold(logits: Tensor, labels: Tensor, output: str, candidates: list[float]) -> tuple[float, float | None]:
     """Validation micro-F1 and the threshold that gives it; None, the support, for sparse outputs."""
     options: list[float | None] = list(candidates) if output in DENSE else [None]
     scores = [f1(multilabel_predict(logits, output, threshold=t).cpu(), labels.cpu()) for t in options]
@@ -136,7 +134,7 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
             schedule.step()
             optimiser.zero_grad()
         dev, test = held["validation"], held["test"]
-        value, threshold = choose_threshold(predict(model, dev), dev.labels, output, config.thresholds)
+        value, threshold = best_threshold(predict(model, dev), dev.labels, output, config.thresholds)
         if value > best["validation"]:
             best = {"validation": value, "threshold": threshold, "epoch": epoch + 1, "logits": predict(model, test)}
             best["attention"] = attention_support(accelerator.unwrap_model(model), test)

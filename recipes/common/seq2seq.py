@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import sacrebleu
@@ -22,9 +21,7 @@ def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[
     return examples, len(pairs) - len(examples)
 
 
-def generate(
-    model: Any, sources: Sequence[list[int]], tokenizer: Any, run: Run, size: int, **options: Any
-) -> list[str]:
+def generate(model: Any, sources: list[list[int]], tokenizer: Any, run: Run, size: int, **options: Any) -> list[str]:
     """What ``generate()`` makes of token ids, in their order, on all processes.
 
     Args:

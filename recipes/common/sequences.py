@@ -149,9 +149,8 @@ def train(model: Decoder, task: str, seed: int, steps: int, size: int, longest: 
     own = {id(p) for p in numbers}
     groups = [{"params": [p for p in model.parameters() if id(p) not in own], "weight_decay": 0.01}]
     optimizer = torch.optim.AdamW([*groups, {"params": numbers, "weight_decay": 0.0}] if numbers else groups, lr=lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, lr, total_steps=steps, pct_start=0.1, anneal_strategy="cos"
-    )
+    rises = {"total_steps": steps, "pct_start": 0.1, "anneal_strategy": "cos"}
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, **rises)
 
     def loss() -> Tensor:
         length = int(torch.randint(2 if task == "retrieval" else 1, longest + 1, (), generator=generator))

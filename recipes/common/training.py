@@ -71,9 +71,8 @@ def make_sparse(model: Any, settings: RunSettings) -> Any:
     config = settings.entmax()
     if is_patched(model):
         kind, held = attention_and_output(model), entmax_config(model)
-        same = config is not None and all(
-            getattr(config, name) == getattr(held, name) for name in ("mapping", "mapping_options", "output_alpha")
-        )
+        names = ("mapping", "mapping_options", "output_alpha")
+        same = config is not None and all(getattr(config, name) == getattr(held, name) for name in names)
         if not (same and (config.mapping != "entmax" or config.alpha == held.alpha)):
             options = " ".join(f"--{name} {value}" for name, value in kind.items())
             more = f" with mapping_options {held.mapping_options}" if held.mapping_options else ""
@@ -283,9 +282,8 @@ def _mean_alphas(model: Any) -> dict[str, float]:
 def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
     """Parameter groups: alphas at their own rate and without decay, no decay for biases and norms."""
     if any(p.requires_grad and f".{CHILD}." in f".{name}" for name, p in model.named_parameters()):
-        return alpha_parameter_groups(
-            model, lr=settings.lr, alpha_lr=settings.alpha_lr, weight_decay=settings.weight_decay
-        )
+        rates = {"lr": settings.lr, "alpha_lr": settings.alpha_lr}
+        return alpha_parameter_groups(model, **rates, weight_decay=settings.weight_decay)
     if settings.alpha_lr is not None:
         raise ValueError(
             f"alpha_lr={settings.alpha_lr} would have no effect: attention={settings.attention} learns no alpha."

@@ -15,19 +15,12 @@ MODELS = {"convert_encoder": "all-MiniLM-L6-v2", "convert_smollm2": "SmolLM2-135
 
 #: Columns of a table of conversions by title: what `column` takes after the rows. One that no row has is left out.
 _COLUMNS: dict[str, tuple[str | int, ...]] = {
-    "steps": ("steps", 0),
-    "nonzero weights, %": ("density", 2, 100),
-    "keys with weight": ("support_encoder_self",),
-    "of keys": ("keys",),
-    "keys with weight ": ("support_decoder_self",),
-    "Spearman": ("spearman", 4),
-    "Pearson": ("pearson", 4),
-    "partner found before, %": ("accuracy_before", 1, 100),
-    "after, %": ("accuracy", 1, 100),
-    "MRR": ("mrr", 4),
-    "perplexity before": ("perplexity_before",),
-    "after": ("perplexity",),
-}
+    "steps": ("steps", 0), "nonzero weights, %": ("density", 2, 100),
+    "keys with weight": ("support_encoder_self",), "of keys": ("keys",), "keys with weight ": ("support_decoder_self",),
+    "Spearman": ("spearman", 4), "Pearson": ("pearson", 4),
+    "partner found before, %": ("accuracy_before", 1, 100), "after, %": ("accuracy", 1, 100), "MRR": ("mrr", 4),
+    "perplexity before": ("perplexity_before",), "after": ("perplexity",),
+}  # fmt: skip
 
 
 def settings_of(rows: Rows, group: str) -> list[list[Row]]:

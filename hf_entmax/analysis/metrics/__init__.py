@@ -17,23 +17,8 @@ from hf_entmax.analysis.metrics.words import interrogation, sink_mass, subword_m
 from hf_entmax.batches.pairs import possible_pairs
 
 __all__ = [
-    "alignment_error_rate",
-    "alignment_links",
-    "ambiguity",
-    "density",
-    "dependency_accuracy",
-    "distance_profile",
-    "entropy",
-    "head_diversity",
-    "interrogation",
-    "max_weight",
-    "mean_support",
-    "positional_census",
-    "positional_confidence",
-    "positional_share",
-    "possible_pairs",
-    "sentence_density",
-    "sink_mass",
-    "subword_merging",
+    "alignment_error_rate", "alignment_links", "ambiguity", "density", "dependency_accuracy", "distance_profile",
+    "entropy", "head_diversity", "interrogation", "max_weight", "mean_support", "positional_census",
+    "positional_confidence", "positional_share", "possible_pairs", "sentence_density", "sink_mass", "subword_merging",
     "word_attention",
-]
+]  # fmt: skip

@@ -185,9 +185,8 @@ class SparseWeights:
         """See :meth:`DenseWeights.target_sums`."""
         # A weighted sum of table rows per head, without a tensor of one row per entry.
         table = targets.flatten(0, 1).to(self._values.dtype)
-        sums = F.embedding_bag(
-            self._pair, table, self._heads(), mode="sum", per_sample_weights=self._values, include_last_offset=True
-        )
+        options = {"mode": "sum", "per_sample_weights": self._values, "include_last_offset": True}
+        sums = F.embedding_bag(self._pair, table, self._heads(), **options)
         return sums.double().view(*self.shape[:2], -1)
 
     def mean_head(self) -> DenseWeights:

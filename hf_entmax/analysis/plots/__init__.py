@@ -21,19 +21,7 @@ from hf_entmax.analysis.plots.heads import (
 )
 
 __all__ = [
-    "alpha_against_density",
-    "alpha_histograms",
-    "alpha_per_head",
-    "alpha_trajectories",
-    "attention_map",
-    "attention_maps",
-    "density_by_site",
-    "density_histograms",
-    "distance_profile",
-    "entmax_curves",
-    "head_diversity",
-    "head_importance",
-    "head_roles",
-    "positional_heads",
-    "sorted_density",
-]
+    "alpha_against_density", "alpha_histograms", "alpha_per_head", "alpha_trajectories", "attention_map",
+    "attention_maps", "density_by_site", "density_histograms", "distance_profile", "entmax_curves", "head_diversity",
+    "head_importance", "head_roles", "positional_heads", "sorted_density",
+]  # fmt: skip

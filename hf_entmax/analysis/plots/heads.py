@@ -144,9 +144,7 @@ def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None 
     return figure
 
 
-def _profile_lines(
-    statistics: Any, heads: Sequence[tuple[str, int, int]] | None, limit: int
-) -> list[tuple[str, Tensor]]:
+def _profile_lines(statistics: Any, heads: Sequence[Any] | None, limit: int) -> list[tuple[str, Tensor]]:
     if not hasattr(statistics, "sites"):
         raise TypeError(f"expected AttentionStatistics or a tensor [heads, 2 D + 3], got {type(statistics).__name__}.")
     profiles = {site: value.distance_profile() for site, value in statistics.sites.items()}

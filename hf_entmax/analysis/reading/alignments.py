@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_entmax.analysis.reading.records import numbered_lines
 
@@ -99,15 +100,13 @@ def _from_pharaoh(line: str, where: str) -> AlignedPair:
     return _pair(source, target, sure, possible, where)
 
 
-def _pair(
-    source: list[str], target: list[str], sure: object, possible: object, where: str, name: str = ""
-) -> AlignedPair:
+def _pair(source: list[str], target: list[str], sure: Any, possible: Any, where: str, name: str = "") -> AlignedPair:
     size = len(source), len(target)
     links = _links(sure, *size, f"{where}: sure"), _links(possible, *size, f"{where}: possible")
     return AlignedPair(tuple(source), tuple(target), *links, name)
 
 
-def _links(links: object, num_source: int, num_target: int, where: str) -> tuple[tuple[int, int], ...]:
+def _links(links: Any, num_source: int, num_target: int, where: str) -> tuple[tuple[int, int], ...]:
     if not isinstance(links, list):
         raise ValueError(f"{where} must be a list of [source index, target index], found {links!r}.")
     result = []

@@ -75,13 +75,11 @@ def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatisti
     return columns
 
 
-def _best_relation(
-    site: SiteStatistics, relations: Tensor, counts: Tensor, layer: int, head: int, least: int = 20
-) -> Row:
-    """The dependency relation this head finds best, among those seen at least ``least`` times."""
+def _best_relation(site: SiteStatistics, relations: Tensor, counts: Tensor, layer: int, head: int) -> Row:
+    """The dependency relation this head finds best, among those seen at least 20 times."""
     if "relation_hits" not in site.sums:
         return {}
-    usable = (counts >= least) & ~relations[layer, head].isnan()
+    usable = (counts >= 20) & ~relations[layer, head].isnan()
     if not bool(usable.any()):
         return {"best_relation": None, "best_relation_accuracy": None}
     best = int(relations[layer, head].masked_fill(~usable, -1.0).argmax())

@@ -45,27 +45,21 @@ class Case(NamedTuple):
     keys: int = 128
     batch: int = 2
     heads: int = 4
-    options: tuple[str, ...] = ("is_causal",)
+    options: str = "is_causal"
 
 
 CASES: dict[str, Case | None] = {
-    "learned": Case(options=("is_causal", "position_bias")),
-    "options": Case(
-        torch.float16, 80, options=("mask", "padding", "softcap", "dropout", "sliding_window", "need_weights")
-    ),
-    "float32": Case(torch.float32, 64, 1.5, options=("additive", "padding")),
+    "learned": Case(options="is_causal position_bias"),
+    "options": Case(torch.float16, 80, options="mask padding softcap dropout sliding_window need_weights"),
+    "float32": Case(torch.float32, 64, 1.5, options="additive padding"),
     "rows": None,
-    "exact": Case(
-        torch.bfloat16, 80, queries=1, keys=4096, options=("mask", "position_bias", "padding", "softcap", "is_causal")
-    ),
-    "exact in float32": Case(torch.float32, 64, 1.5, queries=1, keys=4096, options=()),
+    "exact": Case(head_dim=80, queries=1, keys=4096, options="mask position_bias padding softcap is_causal"),
+    "exact in float32": Case(torch.float32, 64, 1.5, queries=1, keys=4096, options=""),
     # One query, key, head, sequence: Triton takes an argument that is 1 for a constant.
-    "ones": Case(
-        queries=1, keys=1, batch=1, heads=1, options=("is_causal", "position_bias", "padding", "sliding_window")
-    ),
+    "ones": Case(queries=1, keys=1, batch=1, heads=1, options="is_causal position_bias padding sliding_window"),
     "decoding": Case(queries=1, keys=4096),
     # Two steps of other sizes: they should be the same kernels.
-    "sizes": Case(options=("is_causal", "sliding_window")),
+    "sizes": Case(options="is_causal sliding_window"),
     **{
         f"{dtype}-{head_dim}{'' if alpha is None else f' at {alpha}'}": Case(getattr(torch, dtype), head_dim, alpha)
         for dtype, alpha in (("bfloat16", None), ("bfloat16", 1.5), ("float16", None), ("float32", None))
@@ -166,7 +160,7 @@ def arguments(case: Case) -> tuple[Any, ...]:
         "sliding_window": ("sliding_window", 64),
         "need_weights": ("need_weights", True),
     }
-    options: dict[str, Any] = dict(known[name] for name in case.options)
+    options: dict[str, Any] = dict(known[name] for name in case.options.split())
     return query, key, value, alpha, AttentionOptions(**options)
 
 

@@ -39,14 +39,8 @@ def start(command: list[str], setting: Setting) -> dict[str, Any]:
 def convert(setting: Setting) -> dict[str, Any]:
     if setting.smollm2 is None:
         raise Skip("no folder of the model was given (--smollm2)")
-    command = [
-        "recipes/convert.py",
-        "--config",
-        "recipes/configs/convert_smollm2.yaml",
-        "--model",
-        str(setting.smollm2),
-    ]
-    command += ["--out", str(setting.out / "smollm2-sparse"), "--resume", "True", *OPTIONS]
+    command = ["recipes/convert.py", "--config", "recipes/configs/convert_smollm2.yaml", "--resume", "True", *OPTIONS]
+    command += ["--model", str(setting.smollm2), "--out", str(setting.out / "smollm2-sparse")]
     return start(command, setting)
 
 
