@@ -29,6 +29,8 @@ class LengthScaling(LearnedNumbers):
 
     #: The constant that is taken away for the start at the identity, and for that of the paper.
     starts: ClassVar[dict[str, float]]
+    #: Whether the factor depends on the hidden state.
+    needs_hidden: ClassVar[bool] = False
 
     def __init__(
         self, num_heads: int, heads: Sequence[int] | None = None, init: str = "identity", *, keep_float32: bool = True
@@ -66,11 +68,6 @@ class LengthScaling(LearnedNumbers):
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
         """The term of the factor that is learned, for the scaled heads alone."""
         raise NotImplementedError
-
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether the factor depends on the hidden state."""
-        return False
 
     def extra_repr(self) -> str:
         """Show heads and start."""
@@ -137,6 +134,7 @@ class AdaptiveScaling(LengthScaling):
     """
 
     starts: ClassVar = {"identity": math.log(2), "paper": 0.0}
+    needs_hidden: ClassVar = True
 
     def __init__(
         self,
@@ -159,11 +157,6 @@ class AdaptiveScaling(LengthScaling):
                 nn.init.zeros_(weight)
             else:
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-
-    @property
-    def needs_hidden(self) -> bool:
-        """The factor depends on the hidden state."""
-        return True
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
         """``beta * log(n + 1) ** gamma``."""

@@ -113,7 +113,8 @@ class _Decoder(ExactSparseCache, DynamicCache):
         self._site = site
         kinds, options = get_layer_types_and_kwargs(_of_decoder(config))
         if site == "cross":  # whatever the decoder's own windows, its queries see the whole input
-            kinds, options, plan = ["full_attention"] * len(kinds), [{}] * len(kinds), _growing(plan)
+            kinds, options = ["full_attention"] * len(kinds), [{}] * len(kinds)
+            plan = dataclasses.replace(plan, max_cache_len=None)
         layers = [
             _layer(f"{site} {number}", kind, arguments, plan)
             for number, (kind, arguments) in enumerate(zip(kinds, options, strict=True))
@@ -190,10 +191,6 @@ def _of_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
     text = copy.deepcopy(text)
     text.num_hidden_layers = layers
     return text
-
-
-def _growing(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, max_cache_len=None)
 
 
 def _layer(name: str, kind: str, arguments: dict[str, Any], plan: Plan) -> Any:

@@ -220,16 +220,9 @@ class ExactSparseLayer(GrowingLayer):
         run = (first, last, bits)
         if run not in self._sketches:
             batch, heads, capacity, width = key.shape
-            self._sketches[run] = KeySketch.allocate(
-                batch,
-                heads,
-                width,
-                capacity,
-                bits=bits,
-                page_size=self.plan.page_size,
-                dtype=key.dtype,
-                device=key.device,
-            )
+            like = {"dtype": key.dtype, "device": key.device}
+            sizes = {"bits": bits, "page_size": self.plan.page_size}
+            self._sketches[run] = KeySketch.allocate(batch, heads, width, capacity, **sizes, **like)
         self._sketches[run].extend(key, self._end)
         return self._sketches[run]
 

@@ -27,6 +27,7 @@ from hf_entmax.integration.config_hook import CONFIG_KEY
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False)
 class Member:
     """One model with its inputs, as ``generate()`` hands them to a decoding loop.
 
@@ -37,26 +38,25 @@ class Member:
         ValueError: if they hold a quantized cache.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        entmax: EntmaxLogitsProcessor,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        options: dict[str, Any],
-    ) -> None:
-        self.model = model
-        self.entmax = entmax
-        self.input_ids = input_ids
-        self.processors = processors
-        self.options = options
-        self._first = True
-        cache = next((options[name] for name in ALL_CACHE_NAMES if options.get(name) is not None), None)
+    model: Any
+    entmax: EntmaxLogitsProcessor
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    options: dict[str, Any]
+    _first: bool = True
+
+    def __post_init__(self) -> None:
+        cache = self.options.get(self.cache_name)
         if any("Quantized" in type(part).__name__ for part in (cache, *(getattr(cache, "layers", None) or ()))):
             raise ValueError(
-                f"{type(model).__name__} would run on a quantized cache, which makes probabilities depend on the way to a "
+                f"{type(self.model).__name__} would run on a quantized cache, which makes probabilities depend on the way to a "
                 "prefix: nothing can be proved with them. Pass cache_implementation='dynamic' or use_cache=False."
             )
+
+    @property
+    def cache_name(self) -> str:
+        """Under which of the options the cache is, empty if there is none."""
+        return next((name for name in ALL_CACHE_NAMES if self.options.get(name) is not None), "")
 
     def log_probs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
         """Log-probabilities ``[rows, V]`` in float64, ``-inf`` where they are 0."""
@@ -85,8 +85,8 @@ class Member:
 
     def reorder(self, rows: Tensor) -> None:
         """Let row ``i`` continue what row ``rows[i]`` was; prompts stay where they are."""
-        name = next((name for name in ALL_CACHE_NAMES if self.options.get(name) is not None), None)
-        if name is None:
+        name = self.cache_name
+        if not name:
             return
         rows = rows.to(self.input_ids.device)
         cache = self.options[name]

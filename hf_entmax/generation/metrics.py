@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,7 @@ def summarise(rows: Tensor) -> dict[str, float]:
     return {NAMES[0]: math.exp(-means[0]), **dict(zip(NAMES[1:], means[1:], strict=True))}
 
 
+@dataclasses.dataclass(eq=False)
 class SamplingMetrics:
     """The four measures for ``Trainer``, which then keeps four numbers per position instead of the logits.
 
@@ -194,14 +196,14 @@ class SamplingMetrics:
         ignore_index: as for :func:`epsilon_perplexity`.
     """
 
-    def __init__(
-        self, alpha: float = 1.5, *, shift: bool = False, epsilon: float = EPSILON, ignore_index: int = -100
-    ) -> None:
-        _check_epsilon(epsilon)
-        self.alpha = alpha
-        self.shift = shift
-        self.epsilon = epsilon
-        self.ignore_index = ignore_index
+    alpha: float = 1.5
+    _: dataclasses.KW_ONLY
+    shift: bool = False
+    epsilon: float = EPSILON
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        _check_epsilon(self.epsilon)
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> SamplingMetrics:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
-from transformers.generation.utils import ALL_CACHE_NAMES
 
 from hf_entmax.generation.members import Member
 
@@ -31,9 +30,8 @@ class PrefixCache:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        name = next((name for name in ALL_CACHE_NAMES if member.options.get(name) is not None), None)
-        self.name = name or ""
-        self.root = member.options.pop(name) if name else None
+        self.name = member.cache_name
+        self.root = member.options.pop(self.name, None)
         self.reads_whole = False
         if self.root is None or not member.options.get("use_cache"):
             self._read_whole()
@@ -99,31 +97,27 @@ class PrefixCache:
             own = table[before].transpose(1, 2)
             return torch.cat((prompt.index_select(0, rows), own), dim=2)
 
-        def with_layers(cache: Any, layers: list[Any]) -> Any:
-            new = copy.copy(cache)
-            new.layers = layers
-            return new
-
-        def layer_with(layer: Any, keys: Tensor, values: Tensor) -> Any:
-            new = copy.copy(layer)
-            new.keys, new.values = keys, values
+        def changed(thing: Any, **attributes: Any) -> Any:
+            new = copy.copy(thing)
+            for name, value in attributes.items():
+                setattr(new, name, value)
             return new
 
         layers = [
-            layer_with(layer, joined(layer.keys, keys), joined(layer.values, values))
+            changed(layer, keys=joined(layer.keys, keys), values=joined(layer.values, values))
             for layer, (keys, values) in zip(_self_layers(self.root), self.tables, strict=True)
         ]
         if not isinstance(self.root, EncoderDecoderCache):
-            return with_layers(self.root, layers)
-        read: list[Any] = self.root.cross_attention_cache.layers
-        cross = [
-            layer_with(layer, layer.keys.index_select(0, rows), layer.values.index_select(0, rows)) for layer in read
-        ]
-        new = copy.copy(self.root)
-        new.self_attention_cache = with_layers(self.root.self_attention_cache, layers)
-        new.cross_attention_cache = with_layers(self.root.cross_attention_cache, cross)
-        new.is_updated = dict(self.root.is_updated)
-        return new
+            return changed(self.root, layers=layers)
+        own, other = self.root.self_attention_cache, self.root.cross_attention_cache
+        read: list[Any] = other.layers
+        cross = [changed(c, keys=c.keys.index_select(0, rows), values=c.values.index_select(0, rows)) for c in read]
+        return changed(
+            self.root,
+            self_attention_cache=changed(own, layers=layers),
+            cross_attention_cache=changed(other, layers=cross),
+            is_updated=dict(self.root.is_updated),
+        )
 
     def _append(self, nodes: Sequence[Node], new: list[tuple[Tensor, Tensor]]) -> None:
         end = self.used + len(nodes)

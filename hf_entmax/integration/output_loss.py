@@ -11,6 +11,7 @@ logits, is given the linear form of the loss from hidden states.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,7 @@ _BALANCING = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class OutputLoss:
     """The forward hook: computes the loss from logits and labels in the place of the model's own.
 
@@ -48,18 +50,17 @@ class OutputLoss:
         shift: predict token t + 1 from position t.
     """
 
-    def __init__(self, alpha: float | None, mapping: str | None, shift: bool) -> None:
-        self.alpha = alpha
-        self.mapping = mapping
-        self.shift = shift
-        #: Whether the fused head's ``log_probs`` are what the trainer makes its loss of, as TRL's ``SFTTrainer`` does.
-        self.replaces_log_probs = False
-        # Inside `counting_support`: of every row of every batch, the classes with a probability above 0 and the positions,
-        # summed; else None.
-        self.support: list[Tensor] | None = None
-        #: Where somebody looks: the nodes of the autograd graph that made losses; None for one that a compiler hides.
-        self.nodes: list[Any] | None = None
-        self._hidden: Tensor | None = None
+    alpha: float | None
+    mapping: str | None
+    shift: bool
+    #: Whether the fused head's ``log_probs`` are what the trainer makes its loss of, as TRL's ``SFTTrainer`` does.
+    replaces_log_probs: bool = False
+    # Inside `counting_support`: of every row of every batch, the classes with a probability above 0 and the positions,
+    # summed; else None.
+    support: list[Tensor] | None = None
+    #: Where somebody looks: the nodes of the autograd graph that made losses; None for one that a compiler hides.
+    nodes: list[Any] | None = None
+    _hidden: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Replace ``loss`` in what the model returns; nothing happens where no labels were given."""

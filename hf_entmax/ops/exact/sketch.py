@@ -93,12 +93,8 @@ class KeySketch:
             raise ValueError(f"page_size is {page_size!r}, but must be a multiple of {LANES} up to {_LARGEST_PAGE}.")
         if not dtype.is_floating_point:
             raise TypeError(f"dtype is {dtype}, but keys are floating tensors.")
-        for name, size, least in (
-            ("batch", batch, 0),
-            ("kv_heads", kv_heads, 1),
-            ("head_dim", head_dim, 1),
-            ("capacity", capacity, 0),
-        ):
+        sizes = {"batch": (batch, 0), "kv_heads": (kv_heads, 1), "head_dim": (head_dim, 1), "capacity": (capacity, 0)}
+        for name, (size, least) in sizes.items():
             if size < least:
                 raise ValueError(f"{name} is {size}, but must be at least {least}.")
         depth = -(-head_dim // LANES) * LANES

@@ -138,13 +138,13 @@ def _arguments(
     value: Tensor,
     alphas: Tensor,
     seed: Tensor | None,
-    exact_alpha: float,
+    exact: float,
     options: AttentionOptions,
 ) -> operators.Arguments:
     tensors = (query, key, value, alphas, options.attention_mask, options.position_bias, options.key_padding_mask, seed)
     limits = (bool(options.is_causal), options.sliding_window or 0)
     numbers = (float(options.softcap or 0.0), options.scale(query.shape[3]), float(options.dropout))
-    return operators.Arguments(*tensors, exact_alpha, *limits, *numbers)
+    return operators.Arguments(*tensors, exact, *limits, *numbers)
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:

@@ -69,27 +69,9 @@ def _load_stats(stats, plane, rows, T_q):
 
 @triton.jit
 def _query_pass(
-    queries,
-    key,
-    value,
-    grads,
-    grad_weights,
-    row_max,
-    c,
-    row_delta,
-    row_log_slope,
-    rows,
-    first_row,
-    block_list,
-    n_listed,
-    plane,
-    terms,
-    mapping,
-    seed,
-    problem,
-    CAREFUL: tl.constexpr,
-    OPTIONS: tl.constexpr,
-):
+    queries, key, value, grads, grad_weights, row_max, c, row_delta, row_log_slope, rows, first_row, block_list,
+    n_listed, plane, terms, mapping, seed, problem, CAREFUL: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """dL/dquery before scaling and the four sums of dL/dalpha; CAREFUL: keys without weight are not read."""
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS

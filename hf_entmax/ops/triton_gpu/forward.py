@@ -48,27 +48,9 @@ def _key_extent_kernel(key_mask, extent, T_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _output_pass(
-    queries,
-    key,
-    value,
-    row_max,
-    c,
-    rows,
-    first_row,
-    block_list,
-    n_listed,
-    row_of_lists,
-    plane,
-    terms,
-    mapping,
-    seed,
-    weights,
-    stats,
-    flags,
-    problem,
-    CAREFUL: tl.constexpr,
-    OPTIONS: tl.constexpr,
-):
+    queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+    seed, weights, stats, flags, problem, CAREFUL: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """The sums ``p``, ``s``, entropy, ``-s y``, ``p v`` and ``s v`` of each row over the listed key blocks.
 
     CAREFUL: values that are not finite count as 0 where no row gives them weight; rows that do are NaN.
