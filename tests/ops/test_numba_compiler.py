@@ -193,3 +193,16 @@ def test_the_folder_is_the_users_unless_numba_is_told_one(tmp_path, monkeypatch)
     assert compiler._digest() in folder.name and numba.__version__ in folder.name
     before = (folder / "kernels.py").stat().st_mtime_ns
     assert compiler.cache_folder() == folder and (folder / "kernels.py").stat().st_mtime_ns == before
+
+
+def test_functions_of_one_factory_do_not_share_symbols():
+    """Machine code is kept under names: with one name for two, what one process cached ran in the place of the other."""
+    from hf_entmax.ops.numba_cpu import exact_bounds
+
+    found, waiting = {}, [getattr(exact_bounds, f"_run_{bits}") for bits in (2, 4, 6, 8)]
+    while waiting:
+        function = waiting.pop().py_func
+        found[function] = function.__qualname__
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        waiting += [inner for inner in cells if hasattr(inner, "py_func")]
+    assert len(found) == 12 and len(set(found.values())) == 12, sorted(found.values())

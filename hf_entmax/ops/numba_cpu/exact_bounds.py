@@ -13,7 +13,7 @@ from numba.np.numpy_support import carray
 from hf_entmax.ops.sketch_format import HALF_STEP
 
 from .codes import load_float16, magnitude, make_page, store_as_bytes
-from .jit import jit
+from .jit import jit, jit_as
 from .layout import BOUND_ROWS, LANES, VECTOR, WEIGHT_PLANES
 from .scores import row_limits
 from .simd import (
@@ -63,7 +63,7 @@ def _query_norm(q, vectors):
 def _make_row(parts, levels):
     middle = _f(0.5 * levels)
 
-    @jit
+    @jit_as(f"prepare_row_{parts}_{levels}")
     def prepare_row(q, low, step, slack, weights, line, scalars, products, vectors):
         """Weights and scalars of a row for a page; returns the distance of the lower bounds from the upper ones."""
         base, width, largest = splat(_ZERO), splat(_ZERO), splat(_ZERO)
@@ -108,7 +108,7 @@ def _make_bounds(bits):
     parts, prepare_row = WEIGHT_PLANES[bits], _make_row(WEIGHT_PLANES[bits], 2**bits - 1)
     page_1, page_2, page_3, page_4 = (make_page(bits, rows) for rows in range(1, BOUND_ROWS + 1))
 
-    @jit
+    @jit_as(f"bound_page_{bits}")
     def bound_page(r, b, h_kv, page, first_row, rows, q, norms, scratch):
         """Bounds of a page for at most BOUND_ROWS rows."""
         line = LANES * r.depth_vectors
@@ -173,7 +173,7 @@ def _visible_pages(r, b, h_kv, first_row, rows):
 def _make_run(bits):
     bound_page = _make_bounds(bits)
 
-    @jit
+    @jit_as(f"run_{bits}")
     def run(r):
         scratch = r.scratch + atomic_increment(r.counters + 8) * r.scratch_bytes
         norms, rows = scratch + r.norms_at, r.groups * r.queries

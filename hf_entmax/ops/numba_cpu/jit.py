@@ -13,5 +13,16 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, 
 jit: Any = njit(**_OPTIONS)
 #: A function that is to be compiled into each of its callers.
 jit_inline: Any = njit(forceinline=True, **_OPTIONS)
-#: A function with one caller, of which it becomes a part before anything is compiled.
-jit_part: Any = njit(inline="always", **_OPTIONS)
+
+
+def jit_as(name: str) -> Any:
+    """A function that kernels call, made by a factory.
+
+    It needs a name of its own: from the caches of two processes, the machine code of one would run in the place of another's.
+    """
+
+    def compiled(function: Any) -> Any:
+        function.__qualname__ = name
+        return jit(function)
+
+    return compiled
