@@ -177,10 +177,6 @@ def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
     return tokenizers[0], members, {key: "+".join(dict.fromkeys(str(kind[key]) for kind in kinds)) for key in kinds[0]}
 
 
-def decode(rows: list[list[int]], tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
-
-
 def accuracy_per_language(words: list[Word], answers: list[str]) -> dict[str, float]:
     """Share of words that are wholly right, %."""
     right = defaultdict(list)
@@ -203,7 +199,8 @@ def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> 
     """Accuracy of greedy answers, averaged over languages: quick, for choosing the epoch."""
     plain = run.accelerator.unwrap_model(model)
     ids = ask(words, tokenizer, run, lambda batch: plain.generate(**batch, num_beams=1).tolist())
-    return {"score": statistics.fmean(accuracy_per_language(words, decode(ids, tokenizer)).values())}
+    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return {"score": statistics.fmean(accuracy_per_language(words, answers).values())}
 
 
 def sparsity(members: list[Any], words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:
@@ -228,7 +225,7 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run)
         return [([] if r.best is None else r.best, r.optimal, r.exhaustive, len(r)) for r in found]
 
     rows = ask(words, tokenizer, run, search)
-    answers = decode([row[0] for row in rows], tokenizer)
+    answers = tokenizer.batch_decode([row[0] for row in rows], skip_special_tokens=True)
     lines = ((w.language, w.lemma, w.form, ";".join(w.tags), a) for w, a in zip(words, answers, strict=True))
     run.write("answers.tsv", map("\t".join, sorted(lines)))
     each = accuracy_per_language(words, answers)

@@ -130,13 +130,7 @@ def logits_of(data: Split, weights: Tensor) -> Tensor:
 
 
 def tune_and_test(
-    train: Split,
-    test: Split,
-    method: str,
-    config: LinearConfig,
-    seed: int,
-    n_scored: int,
-    trained: dict[Any, Tensor] | None = None,
+    train: Split, test: Split, method: str, config: LinearConfig, seed: int, n_scored: int, trained: dict | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Any], float]:
     """Choose hyper-parameters on held-out training rows, train on all of them, predict the test rows.
 

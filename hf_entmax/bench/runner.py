@@ -112,8 +112,7 @@ def run(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; the options are 'auto', 'cpu' and 'cuda'.")
-    unknown = [name for name in implementations or () if name not in IMPLEMENTATIONS]
-    if unknown:
+    if unknown := [name for name in implementations or () if name not in IMPLEMENTATIONS]:
         raise ValueError(f"Unknown implementations {unknown}; the options are {sorted(IMPLEMENTATIONS)}.")
     cases: Sequence[AnyCase]
     if lengths is not None or classes is not None:
@@ -172,8 +171,7 @@ def write_csv(rows: Sequence[Measurement], path: Path) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            values = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in asdict(row).items()}
-            writer.writerow(values)
+            writer.writerow({key: f"{v:.5g}" if isinstance(v, float) else v for key, v in asdict(row).items()})
 
 
 def plot_ratios(rows: Sequence[Measurement], path: Path) -> None:

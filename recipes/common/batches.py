@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 POOL = 50
 
 ItemT = TypeVar("ItemT")
+Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
@@ -78,7 +79,7 @@ class Batches:
     def __init__(
         self,
         examples: Sequence[Any],
-        collate: Callable[[list[Any]], dict[str, Any]],
+        collate: Collate,
         length: Callable[[Any], int],
         accelerator: Accelerator,
         batch_size: int,
@@ -90,13 +91,7 @@ class Batches:
         self.accelerator, self.batch_size, self.parts, self.seed = accelerator, batch_size, parts, seed
 
     @classmethod
-    def for_training(
-        cls,
-        run: Any,
-        examples: Sequence[Any],
-        collate: Callable[[list[Any]], dict[str, Any]],
-        length: Callable[[Any], int],
-    ) -> Batches:
+    def for_training(cls, run: Any, examples: Sequence[Any], collate: Collate, length: Callable[[Any], int]) -> Batches:
         """As the settings of a `common.run.Run` say."""
         settings, steps = run.settings, run.settings.gradient_accumulation
         return cls(examples, collate, length, run.accelerator, settings.batch_size, steps, settings.seed)

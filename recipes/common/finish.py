@@ -41,22 +41,13 @@ def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
     """
     if settings.results and fields:
         Results(Path(settings.results), fields)
-    check_hub(settings.push_to_hub)
-
-
-def check_hub(repository: str) -> None:
-    """Say before training that the upload after it would fail.
-
-    Raises:
-        ValueError: if nobody is logged in to the Hub.
-    """
-    if not repository:
-        return
     try:
-        HfApi().whoami()
+        if settings.push_to_hub:
+            HfApi().whoami()
     except Exception as error:
         raise ValueError(
-            f"--push_to_hub {repository}: no access to the Hub ({error}). Log in with `hf auth login`, or leave it out."
+            f"--push_to_hub {settings.push_to_hub}: no access to the Hub ({error}). Log in with `hf auth login`, or leave it "
+            "out."
         ) from error
 
 

@@ -86,17 +86,13 @@ def read_mulan(data_dir: Path, name: str) -> tuple[Split, Split]:
                 columns += [(rows[attribute] == value.encode()).astype(np.float32) for value in values]
             else:
                 columns.append(rows[attribute].astype(np.float32))
-        missing = sorted(set(wanted) - set(labels))
-        if missing:
+        if missing := sorted(set(wanted) - set(labels)):
             raise ValueError(f"{folder}: the labels {missing} of {name}.xml are no attributes of {name}-{part}.arff.")
         parts.append((np.stack(columns, 1), np.stack([labels[label] for label in wanted], 1)))
-    (train_x, train_y), (test_x, test_y) = parts
-    mean, std = train_x.mean(0), train_x.std(0)
+    mean, std = parts[0][0].mean(0), parts[0][0].std(0)
     std[std == 0] = 1.0
-    return tuple(  # type: ignore[return-value]
-        Split(torch.from_numpy((x - mean) / std).float(), torch.from_numpy(y))
-        for x, y in ((train_x, train_y), (test_x, test_y))
-    )
+    train, test = (Split(torch.from_numpy((x - mean) / std).float(), torch.from_numpy(y)) for x, y in parts)
+    return train, test
 
 
 def _plain(name: str) -> str:
@@ -134,16 +130,10 @@ def synthetic_documents(
 
     if counts is not None and not all(1 <= c <= n_labels for c in counts):
         raise ValueError(f"counts={counts} is not allowed: rows have between 1 and {n_labels} labels.")
-    size = n_samples
+    size, options = n_samples, {"length": length, "allow_unlabeled": False, "random_state": seed}
     while True:
         x, y = make_multilabel_classification(
-            n_samples=size,
-            n_features=vocabulary,
-            n_classes=n_labels,
-            n_labels=mean_labels,
-            length=length,
-            allow_unlabeled=False,
-            random_state=seed,
+            n_samples=size, n_features=vocabulary, n_classes=n_labels, n_labels=mean_labels, **options
         )
         if counts is None:
             chosen = np.arange(n_samples)

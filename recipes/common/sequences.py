@@ -69,15 +69,14 @@ def batch(task: str, size: int, length: int, generator: torch.Generator) -> tupl
         asked = torch.randint(length, (size, QUERIES), generator=generator)
         given = torch.stack([keys + SEPARATOR + 1, values], -1).flatten(1)
         answer = torch.stack([keys.gather(1, asked) + SEPARATOR + 1, values.gather(1, asked)], -1).flatten(1)
-        row = torch.cat([given, separator, answer], 1)
-        wanted = row[:, 1:].clone()
-        wanted[:, : given.shape[1]] = IGNORED
-        wanted[:, given.shape[1] :: 2] = IGNORED  # which keys are asked cannot be known
-        return row[:, :-1], wanted
-    answer = {"copy": values, "reverse": values.flip(1), "sort": values.sort(1).values}[task]
-    row = torch.cat([values, separator, answer], 1)
+    else:
+        given = values
+        answer = {"copy": values, "reverse": values.flip(1), "sort": values.sort(1).values}[task]
+    row = torch.cat([given, separator, answer], 1)
     wanted = row[:, 1:].clone()
-    wanted[:, :length] = IGNORED
+    wanted[:, : given.shape[1]] = IGNORED
+    if task == "retrieval":
+        wanted[:, given.shape[1] :: 2] = IGNORED  # which keys are asked cannot be known
     return row[:, :-1], wanted
 
 

@@ -199,13 +199,9 @@ def conversions(rows: Rows) -> list[Finding]:
         best = min(sparse, key=lambda row: float(row["lost"]))
         lost, paid = float(best["lost"]), price(best, control[0])
         which = f"best of {len(sparse)} such conversions: " if len(sparse) > 1 else ""
-        against_before, against_control = (
-            f"{abs(value):.2f} {unit} {'lost' if value > 0 else 'gained'}" for value in (lost, paid)
-        )
-        here = (
-            f"{which}{100 * float(best['density']):.1f} % left; {against_before} against the model before, "
-            f"{against_control} against a softmax that was trained on for as long"
-        )
+        before, beside = (f"{abs(value):.2f} {unit} {'lost' if value > 0 else 'gained'}" for value in (lost, paid))
+        here = f"{which}{100 * float(best['density']):.1f} % left; {before} against the model before, "
+        here += f"{beside} against a softmax that was trained on for as long"
         verdict = "found" if paid <= aim else "not found against the control" if lost <= aim else "not found"
         claim = f"Our aim: a finished softmax model with at most 20 % of its weights left loses at most {amount}"
         findings.append(Finding(claim, "", here, f"{verdict} (one seed)"))

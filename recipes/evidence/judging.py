@@ -19,7 +19,8 @@ from .rows import Row, grouped, numbers
 #: What a setting that is "as good" as another may lose: BLEU.
 MARGIN = 0.3
 
-#: Output and attention alpha of the softmax model.
+#: Output and attention alpha of a model; those of the softmax model.
+Key = tuple[str, str]
 SOFTMAX = ("1.0", "softmax")
 
 
@@ -71,14 +72,7 @@ def judge_settings(gaps: Sequence[float], margin: float) -> tuple[int, str]:
 
 
 def compare(
-    rows: Sequence[Row],
-    claim: str,
-    paper: str,
-    better: tuple[str, str],
-    worse: tuple[str, str],
-    name: str,
-    unit: str,
-    margin: float = 0.0,
+    rows: Sequence[Row], claim: str, paper: str, better: Key, worse: Key, name: str, unit: str, margin: float = 0.0
 ) -> list[Finding]:
     """That a setting (output and attention alpha) has more of something than another, or as much; none while one is missing."""
     groups = grouped(rows, "output_alpha", "attention")

@@ -214,7 +214,7 @@ class _Collector:
         for site, context in {context.site: context for context in contexts.values()}.items():
             tokens[site] = tokens.get(site, 0) + int(context.query_counts.sum())
         self.statistics.num_sentences += info.size
-        self._remember(info, contexts, densities, first_index)
+        self._remember(info, contexts.values(), densities, first_index)
 
     def _row(self, module: AttentionSite, call: int) -> int:
         key = (module.name, call)
@@ -226,29 +226,25 @@ class _Collector:
         return self.rows[key]
 
     def _remember(
-        self,
-        info: BatchInfo,
-        contexts: dict[tuple[str, int, int, int], SiteContext],
-        densities: dict[str, dict[int, Tensor]],
-        first_index: int,
+        self, info: BatchInfo, contexts: Iterable[SiteContext], densities: dict[str, dict[int, Tensor]], first: int
     ) -> None:
         self._batches += 1
-        lengths = {c.site: c.query_counts.long().cpu() for c in contexts.values() if c.per_sentence}
+        lengths = {c.site: c.query_counts.long().cpu() for c in contexts if c.per_sentence}
         for site, rows in densities.items():
             shape = (self.statistics.sites[site].num_layers, info.size, self.statistics.sites[site].num_heads)
             stacked = torch.full(shape, float("nan"), dtype=torch.float64)
             for row, density in rows.items():
                 stacked[row, :, : density.shape[1]] = density.cpu()
             extremes = self.statistics.extremes.setdefault(site, SentenceExtremes(0, 0))
-            extremes.update(stacked, lengths[site], first_index)
+            extremes.update(stacked, lengths[site], first)
             ids, mask = info.tokens(site)
             if ids is not None and self.tokenizer is not None:
                 kept = self._remembered.setdefault(site, {})
                 keep = mask if mask is not None else torch.ones_like(ids, dtype=torch.bool)
                 wanted = extremes.wanted()
                 for place in range(info.size):
-                    if first_index + place in wanted:
-                        kept[first_index + place] = ids[place][keep[place]].cpu()
+                    if first + place in wanted:
+                        kept[first + place] = ids[place][keep[place]].cpu()
         if self._batches % _PRUNE_EVERY == 0:
             self._prune()
 
@@ -278,8 +274,7 @@ def _check_options(groups, sites, max_distance, alignment_threshold, density_thr
     for what, given, allowed in (("groups", groups, GROUPS), ("sites", sites, SITES)):
         if isinstance(given, str):
             raise TypeError(f"{what} must be a sequence of names, got the string {given!r}; write [{given!r}].")
-        unknown = [value for value in given or () if value not in allowed]
-        if unknown:
+        if unknown := [value for value in given or () if value not in allowed]:
             raise ValueError(f"{what} holds {str(unknown)[1:-1]}; allowed are {', '.join(map(repr, allowed))}.")
     if max_distance < 1:
         raise ValueError(f"max_distance is {max_distance}; it must be at least 1 token.")
@@ -306,8 +301,7 @@ def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:
             f"{type(model).__name__} has no attention module that goes through Transformers' attention interface, so there "
             "are no attention weights to look at. Models supported by hf_entmax.patch_model can be analysed."
         )
-    missing = sorted(set(sites or ()) - present)
-    if missing:
+    if missing := sorted(set(sites or ()) - present):
         raise ValueError(
             f"{type(model).__name__} has no {', '.join(missing)} attention, only {', '.join(sorted(present))}."
         )

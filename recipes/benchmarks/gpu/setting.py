@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,9 @@ def together(module: str, calls: Iterable[Sequence[object]]) -> None:
     What fails here fails again, with its reason, where it is measured.
     """
     start = [sys.executable, "-m", f"recipes.benchmarks.gpu.{module}"]
-    waiting = [[*start, *map(str, arguments)] for arguments in calls]
-    running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < PROCESSES:
-            running.append(subprocess.Popen(waiting.pop(), cwd=ROOT))
-        time.sleep(0.1)
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for arguments in calls:
+            pool.submit(subprocess.run, [*start, *map(str, arguments)], cwd=ROOT)
 
 
 def goal(ratio: float, at_most: float) -> dict[str, Any]:
