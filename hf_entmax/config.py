@@ -15,7 +15,7 @@ Tie = Literal["none", "layer", "site", "model"]
 Backend = Literal["auto", "torch", "numba", "triton"]
 AlphaDtype = Literal["float32", "auto"]
 LengthScaling = Literal["none", "constant", "log", "adaptive"]
-LengthScalingInit = Literal["identity", "paper"]
+LengthScalingInit = Literal["identity", "paper", "softmax"]
 SITES: tuple[Site, ...] = get_args(Site)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 #: Defaults of ``alpha_init`` in earlier versions: stored in every checkpoint, those without a learned alpha too.
@@ -62,7 +62,8 @@ class EntmaxConfig:
             adaptive-scalable entmax, ``delta + beta * log(n + 1) ** gamma`` with beta and gamma from the hidden state.
             The query is scaled: position biases are not, and a softcap comes after. Never shared, whatever ``tie`` says.
         length_scaling_init: ``"identity"`` starts with a factor of 1 for every n, so that patching changes nothing;
-            ``"paper"`` starts as the papers do.
+            ``"paper"`` starts as the papers do. ``"softmax"``, for ``"constant"``, starts where entmax is about as sharp as
+            the softmax of the same scores, ``1 / (1 + 3 (alpha - 1))``: a pretrained model may then start sparse.
         length_scaling_heads: the heads of each attention module that are scaled, counted from 0; ``None`` means all.
 
     Raises:
@@ -158,7 +159,14 @@ class EntmaxConfig:
                     f"{idle} would have no effect: length_scaling is 'none'. Choose 'constant', 'log' or 'adaptive'."
                 )
         elif self.length_scaling == "constant" and self.length_scaling_init == "paper":
-            raise ValueError("length_scaling='constant' starts at the identity only: leave length_scaling_init out.")
+            raise ValueError(
+                "length_scaling='constant' has no start in a paper: choose length_scaling_init='identity' or 'softmax'."
+            )
+        elif self.length_scaling != "constant" and self.length_scaling_init == "softmax":
+            raise ValueError(
+                f"length_scaling_init='softmax' is a start for 'constant', not for {self.length_scaling!r}: choose 'identity' "
+                "or 'paper'."
+            )
         elif self.mapping != "entmax":
             raise ValueError(
                 f"length_scaling={self.length_scaling!r} is not available for mapping={self.mapping!r}: it scales the "

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from hf_entmax.alpha import LearnedNumbers
 
+#: How fast the scores of a head are to shrink as its alpha grows, for rows of about the same sharpness.
+SOFTENING = 3.0
+
 
 class LengthScaling(LearnedNumbers):
     r"""What both kinds have in common: ``factor = 1 + (term - start)`` for some heads, 1 for the others.
@@ -88,13 +91,29 @@ class _NumberPerHead(LengthScaling):
     def reset_parameters(self) -> None:
         """Set every ``s`` to its start."""
         with torch.no_grad():
-            self.s.fill_(0.0 if self.init == "identity" else 0.43)
+            self.s.fill_(0.43 if self.init == "paper" else 0.0)
 
 
 class ConstantScaling(_NumberPerHead):
-    """A temperature of each head: ``factor = 1 + s``, whatever the number of keys; it starts with ``s = 0``."""
+    """A temperature of each head: ``factor = 1 + s``, whatever the number of keys.
 
-    starts: ClassVar = {"identity": 0.0}
+    It starts with ``s = 0``, or with ``"softmax"`` where `soften` puts it.
+    """
+
+    starts: ClassVar = {"identity": 0.0, "softmax": 0.0}
+
+    def soften(self, alpha: Tensor | float) -> None:
+        """Start where entmax is about as sharp as the softmax of the same scores: ``factor = 1 / (1 + 3 (alpha - 1))``.
+
+        At the same scores entmax is the sharper the higher alpha is. The 3 was measured on SmolLM2-135M: at alpha 1.5 in all
+        heads its perplexity of 26 becomes 110 without a temperature, 38, 33 and 31 with 2, 3 and 4.
+
+        Args:
+            alpha: of each head ``[H]``, or of all.
+        """
+        factor = 1 / (1 + SOFTENING * (torch.as_tensor(alpha, device=self.s.device) - 1))
+        with torch.no_grad():
+            self.s.copy_(factor.expand(self.num_heads)[self.heads] - 1)
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
         """``s``."""

@@ -25,8 +25,8 @@ with the distances to the frozen softmax model and the density pressure as `hf_e
 `hf_entmax.training.density` define them; lam grows while the density of a step is above ``--density_target``. With
 ``--loss_budget`` it is the other way round: density is the objective, and lam falls while the loss is further above the softmax
 model's than the budget. Alphas are then best free from the start, and where weights are trained best sparse from the start
-(``--schedule abrupt --release 1.5``): these recover faster than alphas grow. The loss is the task's, or with ``--task_weight 0`` the
-distance of the outputs (*logits* above).
+(``--schedule abrupt --release 1.5 --softened true``): these recover faster than alphas grow. The loss is the task's, or with
+``--task_weight 0`` the distance of the outputs (*logits* above).
 
 The embedding of a sentence is the mean over its tokens, of length 1. The task is to find a text's partner among those of its
 batch (InfoNCE, cosines times 20), the distance of outputs is 20 (1 - cosine) to the softmax model's embedding. Measured are the
@@ -93,6 +93,7 @@ class Settings(TextSettings):
 
     model: str = option("", "the softmax model: a folder or Hub id, causal, encoder-decoder or sentence encoder")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
+    softened: bool = option(False, "a temperature of each head too, at which entmax starts about as sharp as softmax")
     release: float | None = option(None, "learned: the alpha from which they are let go, between 1 and 2 (default 1.5)")
     schedule: str = option("anneal", "anneal: alpha moves to its target; abrupt: it is there at once")
     start: float = option(1.0, "alpha at the beginning of annealing")
@@ -158,10 +159,14 @@ class Settings(TextSettings):
         if self.learned:
             begin = "left out: --release says where learned alphas begin"
             self.require("alpha_init", self.alpha_init == "normal", begin)
+            self.require(
+                "schedule", self.schedule == "abrupt" or not self.softened, "abrupt: softened starts at --release"
+            )
             self.release = 1.5 if self.release is None else self.release
             self.require("release", 1 < self.release < 2, "between 1 and 2")
         released = self.learned or self.release is None
         self.require("release", released, f"left out: attention={self.attention} learns no alpha")
+        self.require("softened", self.learned or not self.softened, f"left out: attention={self.attention}")
         if self.annealed:
             self.alpha_schedule()
 
@@ -189,7 +194,8 @@ def student_config(settings: Settings) -> EntmaxConfig | None:
     """How the student is patched; learned alphas and fixed ones start where the schedule does."""
     config = settings.entmax()
     if config is not None and settings.learned:
-        return config.replace(alpha_init=settings.release)
+        temperature = {"length_scaling": "constant", "length_scaling_init": "softmax"} if settings.softened else {}
+        return config.replace(alpha_init=settings.release, **temperature)
     if config is not None and settings.annealed:
         return config.replace(alpha=settings.start)
     return config

@@ -90,7 +90,9 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
     try:
         if config.length_scaling in ("constant", "log"):
             kind = ConstantScaling if config.length_scaling == "constant" else LogScaling
-            heads.length_scaling = kind(num_heads, *chosen, keep_float32=keep)
+            scaling = heads.length_scaling = kind(num_heads, *chosen, keep_float32=keep)
+            if isinstance(scaling, ConstantScaling) and scaling.init == "softmax":
+                scaling.soften(heads())
         elif config.length_scaling == "adaptive":
             width = input_width(site.module)
             heads.length_scaling = AdaptiveScaling(num_heads, width, *chosen, keep_float32=keep)

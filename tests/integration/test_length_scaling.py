@@ -254,7 +254,8 @@ def test_groups_of_a_fixed_alpha():
         ({"length_scaling": "linear"}, "choose from"),
         ({"length_scaling": "log", "length_scaling_init": "zero"}, "choose from"),
         ({"length_scaling_init": "paper"}, "no effect"),
-        ({"length_scaling": "constant", "length_scaling_init": "paper"}, "starts at the identity only"),
+        ({"length_scaling": "constant", "length_scaling_init": "paper"}, "has no start in a paper"),
+        ({"length_scaling": "log", "length_scaling_init": "softmax"}, "a start for 'constant', not for 'log'"),
         ({"length_scaling_heads": [0]}, "no effect"),
         ({"length_scaling": "log", "length_scaling_heads": []}, "empty"),
         ({"length_scaling": "log", "length_scaling_heads": [0, 4]}, r"attn.*names \[4\].*heads 0 to 3"),
@@ -278,6 +279,32 @@ def test_a_module_without_its_hidden_states_is_named():
     attention._forward_pre_hooks.clear()
     with pytest.raises(ValueError, match="LlamaAttention has queries"):
         logits(model, tiny.inputs("llama"))
+
+
+@pytest.mark.parametrize("family", ["llama", "bart"])
+@pytest.mark.parametrize(
+    "options", [{"alpha": 1.5}, {"alpha_init": 1.5}, {"alpha_init": "normal", "length_scaling_heads": [0, 2]}]
+)
+def test_a_start_as_sharp_as_softmax(family, options, tmp_path):
+    plain = tiny.build(family)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "q_proj" in name:
+                parameter.mul_(8)
+    model = patch_model(copy.deepcopy(plain), length_scaling="constant", length_scaling_init="softmax", **options)
+    for site, numbers in length_scalings(model).items():
+        expected = 1 / (1 + 3 * (hf_entmax.alphas(model)[site] - 1)) - 1
+        heads = options.get("length_scaling_heads", range(4))
+        torch.testing.assert_close(numbers["s"][:, heads], expected[:, heads])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert str(length_scalings(loaded)) == str(length_scalings(model))
+    if "length_scaling_heads" in options:
+        return
+    batch = tiny.inputs(family)
+    bare = patch_model(copy.deepcopy(plain), alpha=1.5)
+    distance = [(logits(other, batch) - logits(plain, batch)).abs().mean() for other in (model, bare)]
+    assert distance[0] < 0.9 * distance[1]
 
 
 def test_the_report_says_it():

@@ -20,7 +20,7 @@ import translation
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import bleu_and_chrf
 from common.settings import parse
-from hf_entmax import alphas, is_patched
+from hf_entmax import alphas, is_patched, length_scalings
 from hf_entmax.analysis.reading.tables import read_pairs, read_text
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -188,9 +188,23 @@ def test_alphas_alone_within_a_budget_on_the_loss(place, tmp_path):
     assert result(tmp_path / "run")["loss_budget"] == 0.5
 
 
+def test_a_softened_start_is_closer_to_the_softmax_model(place, tmp_path):
+    points = {}
+    for softened in (False, True):
+        folder = tmp_path / str(softened)
+        convert.main(settings(place, folder, schedule="abrupt", release=1.7, softened=softened, smoke=True))
+        points[softened] = rows(folder / "curve.csv")
+    before, bare, soft = (float(row["perplexity"]) for row in (points[True][0], points[False][1], points[True][1]))
+    assert abs(soft - before) < abs(bare - before)
+    factor = length_scalings(AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model"))["decoder_self"]["s"]
+    assert (factor - (1 / 3.1 - 1)).abs().max() < 0.05
+
+
 def test_wrong_values_name_the_setting(place, tmp_path):
     for changes, message in [
         ({"schedule": "slow"}, "schedule='slow'"),
+        ({"softened": True}, "schedule='anneal'.*softened"),
+        ({"softened": True, "attention": "1.5", "schedule": "abrupt"}, "softened=True.*left out: attention=1.5"),
         ({"release": 2.5}, "release=2.5 .*between 1 and 2"),
         ({"attention": "1.5", "release": 1.2}, "release=1.2 .*learns no alpha"),
         ({"attention": "softmax", "density_target": 0.2}, "sparse for a density_target"),
