@@ -24,12 +24,9 @@ _TOO_MUCH = 0.8
 class BitChoice:
     """The bits of the sketch of each key head of a layer, None where reading every key is cheaper.
 
-    With given bits that is all. ``"auto"`` starts from the alphas of the query heads that share a key head, and takes more
+    With bits that the user gave that is all. ``"auto"`` starts from the alphas of the query heads that share a key head, and takes more
     bits, in the end none, while the last steps cost nearly as much as reading every key in a row. It never goes back:
     alphas do not change.
-
-    Args:
-        bits: what the user asked for.
     """
 
     def __init__(self, bits: Bits) -> None:

@@ -18,14 +18,11 @@ Node = tuple[int, tuple[int, ...]]
 
 
 class PrefixCache:
-    """The keys and values of every prefix that one model has read.
+    """The keys and values of every prefix that one model, prepared for a batch of inputs, has read.
 
     A prefix is its parent and one token, so that each adds the keys and values of one token to a table, and what a model
     needs to read the next one is looked up there: the rows of its ancestors. Cross-attention's stay as they are, one per
     input. Where a model has a cache of another kind (sliding windows, states, none), prefixes are read whole.
-
-    Args:
-        member: prepared for a batch of inputs, one row each.
     """
 
     def __init__(self, member: Member) -> None:

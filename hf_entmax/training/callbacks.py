@@ -196,15 +196,12 @@ def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:
     return logs
 
 
-def _rounded(values: Tensor) -> list[Any]:
+def _rounded(values: Any) -> Any:
     """Nested lists with five digits: enough to draw, a third of the size. NaN becomes None, which JSON knows."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(v) for v in value]
-        return None if value != value else round(value, 5)
-
-    return plain(values.tolist())
+    values = values.tolist() if isinstance(values, Tensor) else values
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return None if values != values else round(values, 5)
 
 
 def _keep_until(path: Path, step: int) -> None:

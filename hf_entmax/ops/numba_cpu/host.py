@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,13 +56,6 @@ class Options:
     scaling: float
     dropout: float
     need_weights: bool
-
-
-@functools.lru_cache(maxsize=1)
-def _panel() -> int:
-    from .tiles import PANEL
-
-    return PANEL
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -181,12 +173,13 @@ class Call:
         """Cut the rows into blocks and the blocks into items."""
         r = self.record
         batch, _, queries, keys = self.shape
-        panel = _panel()
-        padded = -(-keys // panel) * panel
+        from .tiles import PANEL  # loads Numba
+
+        padded = -(-keys // PANEL) * PANEL
         stacked = queries < 4
         span = padded
         if self.options.window and self.options.is_causal and not stacked:
-            span = min(padded, (self.options.window + _MAX_BLOCK_ROWS) // panel * panel + 2 * panel)
+            span = min(padded, (self.options.window + _MAX_BLOCK_ROWS) // PANEL * PANEL + 2 * PANEL)
         # A spare vector, because the last store of a row may run over its end.
         span += layout.LANES
         if block_rows is None:
