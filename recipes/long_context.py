@@ -228,9 +228,8 @@ def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
         row_bytes: of a key, or of a value.
     """
     layers = certificate.layers
-    pairs, read, dense, nonzero = (
-        sum(int(getattr(layer, name).sum()) for layer in layers) for name in ("pairs", "read", "dense", "nonzero")
-    )
+    names = ("pairs", "read", "dense", "nonzero")
+    pairs, read, dense, nonzero = (sum(int(getattr(layer, name).sum()) for layer in layers) for name in names)
     support = nonzero / max(1, pairs - dense)
     cache, sketch = (sum(getattr(layer, name) for layer in layers) for name in ("cache_bytes", "sketch_bytes"))
     steps = max(layer.steps + sum(layer.dense_steps.values()) for layer in layers)
@@ -262,10 +261,9 @@ def verify(settings: Any, results: Results) -> None:
     print(certificate)
     other = (found[0] != found[1]).nonzero()
     results.add(
-        way=settings.way, batch=batch, prompt=settings.prompt,
-        tokens=batch * steps, same_tokens=batch * steps - len(other),
-        layer_steps=sum(layer.steps for layer in certificate.layers),
-        pairs=certificate.keys_total, violations=certificate.violations,
+        way=settings.way, batch=batch, prompt=settings.prompt, tokens=batch * steps,
+        same_tokens=batch * steps - len(other), violations=certificate.violations,
+        layer_steps=sum(layer.steps for layer in certificate.layers), pairs=certificate.keys_total,
         **{name: what for name, what in reading(certificate, 0).items() if name in FIELDS["verify"]},
         **settings.origin,
     )  # fmt: skip
@@ -388,12 +386,8 @@ def main() -> None:
     settings = parser.parse_args()
     powers = range(12, 17) if settings.what == "operator" else range(10, 14)
     settings.lengths = settings.lengths or [2**power for power in powers]
-    settings.origin = {
-        "model": "/".join(Path(settings.model).parts[-2:]),
-        "alpha": settings.alpha,
-        "dtype": settings.dtype,
-        **origin(("--keep", "--results")),
-    }
+    settings.origin = {"model": "/".join(Path(settings.model).parts[-2:]), "alpha": settings.alpha}
+    settings.origin |= {"dtype": settings.dtype, **origin(("--keep", "--results"))}
     settings.dtype = getattr(torch, settings.dtype)
     what = {"generate": generate, "operator": operator, "verify": verify}[settings.what]
     path = settings.results or FOLDER / f"{FILES[settings.what]}.csv"
