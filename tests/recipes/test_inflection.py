@@ -118,15 +118,21 @@ def test_tags_may_be_a_list(tmp_path):
     assert word.tags == ("V", "PST")
 
 
-def test_exact_search_certifies_what_a_narrow_beam_does_not(data, tmp_path):
-    inflection.main(settings(data, tmp_path / "run", epochs=3, output_alpha=2.0))
-    share = {}
-    for budget in (0, 2000):
-        again = settings(data, tmp_path / "again", ensemble=[str(tmp_path / "run" / "model")], beams=1, budget=budget)
-        inflection.main(again)
-        share[budget] = json.loads((tmp_path / "again" / "result.json").read_text())["optimal"]
-        (tmp_path / "again").rename(tmp_path / f"budget-{budget}")
-    assert share[0] < share[2000]
+def test_a_budget_searches_exactly(data, tmp_path, monkeypatch):
+    calls, search = [], inflection.exact_map
+
+    def counted(members, batch, budget, **options):
+        calls.append((budget, options))
+        return search(members, batch, budget, **options)
+
+    monkeypatch.setattr(inflection, "exact_map", counted)
+    inflection.main(settings(data, tmp_path / "run", epochs=1, output_alpha=1.5, beams=2))
+    assert not calls
+    model = str(tmp_path / "run" / "model")
+    inflection.main(settings(data, tmp_path / "exact", ensemble=[model], beams=2, budget=300))
+    assert calls and all(call == (300, {"num_beams": 2}) for call in calls)
+    first, exact = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "exact"))
+    assert exact["optimal"] >= first["optimal"] and exact["exhaustive"] >= first["exhaustive"]
 
 
 @pytest.mark.parametrize(
