@@ -76,7 +76,7 @@ def test_inflection(rows):
     assert "there is only one possible answer*: 51.0 % with a beam of 20." in text
 
 
-def test_models_that_learned_longer_speak_once_there_are_as_many(rows):
+def test_models_that_learned_longer_speak_once_there_are_several(rows):
     def longer(attention, output, *accuracies, **shares):
         command = "python recipes/inflection.py --seed 0 --epochs 72"
         return [inflection(attention, output, accuracy, **shares) | {"command": command} for accuracy in accuracies]
