@@ -16,7 +16,7 @@ SOFTENING = 3.0
 
 
 class LengthScaling(LearnedNumbers):
-    r"""What both kinds have in common: ``factor = 1 + (term - start)`` for some heads, 1 for the others.
+    r"""What all kinds have in common: ``factor = 1 + (term - start)`` for some heads, 1 for the others.
 
     ``start`` is what the term is at the start, where that is to change nothing; it is a constant, not learned.
 

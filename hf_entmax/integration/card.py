@@ -192,8 +192,8 @@ def scaling_in_words(model: PreTrainedModel) -> str:
         sites = [f"{site} {_range_in_words(numbers['s'])}" for site, numbers in length_scalings(model).items()]
         constant = config.length_scaling == "constant"
         term, name = ("s", "a temperature per head") if constant else ("s * log(n)", "scalable softmax")
-        what = f"{'1 + ' if identity else ''}{term} ({name}; s, min / median / max: {'; '.join(sites)})"
+        what = f"{'1 + ' if identity or constant else ''}{term} ({name}; s, min / median / max: {'; '.join(sites)})"
     heads = "" if config.length_scaling_heads is None else f" of the heads {list(config.length_scaling_heads)}"
-    start = "at the identity" if identity else "as in the paper"
+    starts = {"identity": "at the identity", "paper": "as in the paper", "softmax": "about as sharp as softmax"}
     keys = "" if config.length_scaling == "constant" else ", with n the keys that a query may see"
-    return f"The scores{heads} are multiplied by {what}{keys}; it started {start}."
+    return f"The scores{heads} are multiplied by {what}{keys}; it started {starts[config.length_scaling_init]}."

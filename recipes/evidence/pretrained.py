@@ -36,8 +36,9 @@ def label(row: Row) -> str:
     for name, text in (("loss_budget", "budget {}"), ("density_target", "density target {}")):
         if row.get(name) not in ("", "None", None):
             parts.append(text.format(row[name]))
-    if "--softened true" in row["command"]:
-        parts.append(f"softened at {row['command'].split('--release ')[1].split()[0]}")
+    if "--softened true" in row["command"].lower():
+        release = re.search(r"--release (\S+)", row["command"])
+        parts.append(f"softened at {release[1] if release else 1.5}")
     if row.get("freeze_weights") == "True":
         parts.append("alphas alone")
     if row.get("lora_rank") not in ("", "0", None):

@@ -297,6 +297,8 @@ def test_a_start_as_sharp_as_softmax(family, options, tmp_path):
         heads = options.get("length_scaling_heads", range(4))
         torch.testing.assert_close(numbers["s"][:, heads], expected[:, heads])
     model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "multiplied by 1 + s (a temperature" in card and "it started about as sharp as softmax." in card
     loaded = type(model).from_pretrained(tmp_path)
     assert str(length_scalings(loaded)) == str(length_scalings(model))
     if "length_scaling_heads" in options:
