@@ -37,8 +37,9 @@ from hf_entmax.integration.patching import update_config
 FIELDS = columns(
     "model data temperature budget calibration_tokens steps loss_before loss_after density_calibration heldout_tokens heldout_before",
     "heldout_after heldout_percent density cosine similarity_correlation accuracy_before accuracy alpha_median alpha_max",
-    "seconds command hardware versions",
+    "heads heads_sparse heads_full seconds command hardware versions",
 )
+SPARSE, FULL = 0.1, 0.95  # a head keeps less than the one of its weights on the calibration text, or at least the other
 NOT_IN_COMMAND = ("--out", "--results", "--budgets")
 
 
@@ -127,13 +128,15 @@ def main() -> None:
         update_config(model, backend="auto")
         model.save_pretrained(args.out / f"{budget:g}")
         tokenizer.save_pretrained(args.out / f"{budget:g}")
-        heads = torch.cat([values.flatten() for values in found.alphas.values()])
+        heads, density = (torch.cat([v.flatten() for v in part.values()]) for part in (found.alphas, found.density))
         inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in test]
         measures = heldout(model, test, bool(args.pairs)) | {"density": head_statistics(model, inputs)["density"]}
         measures |= {"loss_before": found.loss_before, "loss_after": found.loss_after}
         row = {name: round(value, 5) if isinstance(value, float) else value for name, value in measures.items()}
         row |= {"density_calibration": round(found.mean_density, 4), "seconds": round(seconds, 1)}
         row |= {f"alpha_{name}": round(float(getattr(heads, name)()), 4) for name in ("median", "max")}
+        counts = {"heads": ~density.isnan(), "heads_sparse": density < SPARSE, "heads_full": density >= FULL}
+        row |= {name: int(chosen.sum()) for name, chosen in counts.items()}
         results.add(
             model=Path(args.model).name, data=args.pairs or args.data, temperature=args.temperature, budget=budget,
             calibration_tokens=found.tokens, steps=args.steps, **row, **same,

@@ -99,7 +99,12 @@ class Run:
             raise ValueError(
                 f"--out {self.folder} holds a run already: add --resume to go on with it, or give another."
             )
-        before = json.loads(held.read_text(encoding="utf-8"))
+        fields = [field for field in dataclasses.fields(self.settings) if field.name in self.identity]
+        # A run may be older than an option: it had the default.
+        before = {
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            for field in fields
+        } | json.loads(held.read_text(encoding="utf-8"))
         changed = [key for key in {**before, **self.identity} if before.get(key) != _plain(self.identity.get(key))]
         if changed:
             says = "; ".join(f"{key} was {before.get(key)!r}, is now {self.identity.get(key)!r}" for key in changed)

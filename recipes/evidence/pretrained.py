@@ -15,7 +15,8 @@ MODELS = {"convert_encoder": "all-MiniLM-L6-v2", "convert_smollm2": "SmolLM2-135
 
 #: Columns of a table of conversions by title: what `column` takes after the rows. One that no row has is left out.
 _COLUMNS: dict[str, tuple[str | int, ...]] = {
-    "steps": ("steps", 0), "nonzero weights, %": ("density", 2, 100),
+    "patched, Spearman": ("start_spearman", 3), "patched, perplexity": ("start_perplexity", 1),
+    "patched, %": ("start_density", 1, 100), "steps": ("steps", 0), "nonzero weights, %": ("density", 2, 100),
     "keys with weight": ("support_encoder_self",), "of keys": ("keys",), "keys with weight ": ("support_decoder_self",),
     "Spearman": ("spearman", 4), "Pearson": ("pearson", 4),
     "partner found before, %": ("accuracy_before", 1, 100), "after, %": ("accuracy", 1, 100), "MRR": ("mrr", 4),
@@ -24,8 +25,14 @@ _COLUMNS: dict[str, tuple[str | int, ...]] = {
 
 
 def settings_of(rows: Rows, group: str) -> list[list[Row]]:
-    """The rows of each setting, its seeds together, softmax first."""
-    keyed = [{**row, "setting": re.sub(r" --seed \d+", "", row["command"])} for row in rows(group)]
+    """The rows of each setting, its seeds together, softmax first; what was measured before training begins with ``start_``."""
+    starts = {
+        row["command"]: {f"start_{k}": v for k, v in row.items()} for row in rows(f"{group}_curve", stage="patched")
+    }
+    keyed = [
+        {**row, **starts.get(row["command"], {}), "setting": re.sub(r" --seed \d+", "", row["command"])}
+        for row in rows(group)
+    ]
     groups = list(grouped(keyed, "setting").values())
     return sorted(groups, key=lambda own: (own[0]["attention"] != "softmax", -mean(own, "density")))
 
@@ -67,6 +74,7 @@ def calibrations(rows: Rows) -> str:
     return row_table(found, {
         "model": "model", "set for each head": _calibrated, "budget, %": lambda row: f"{float(row['budget']):g}",
         "zeros on calibration text, %": zeros("density_calibration"),
+        "heads with less than 10 %": lambda row: f"{row['heads_sparse']} of {row['heads']}", "with at least 95 %": "heads_full",
         "loss on other text, %": lambda row: f"{float(row['heldout_percent']):+.2f}", "zeros there, %": zeros("density"),
         "similarity correlation": ("similarity_correlation", 4),
         "partner found before, %": ("accuracy_before", 1, 100), "after, %": ("accuracy", 1, 100),

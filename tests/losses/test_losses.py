@@ -23,7 +23,7 @@ def oracle_probs(z, alpha):
     y = z - z.amax(-1, keepdim=True)
     low, high = torch.zeros_like(y[..., :1]), torch.full_like(y[..., :1], math.log(y.shape[-1]) + 1.0)
     mapping = lambda c: torch.exp(torch.log1p((u * (y - c)).clamp(min=-1.0)) / u)  # noqa: E731
-    for _ in range(200):
+    for _ in range(64):
         middle = (low + high) / 2
         above = mapping(middle).sum(-1, keepdim=True) >= 1
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)

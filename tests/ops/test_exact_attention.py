@@ -15,6 +15,8 @@ from hf_entmax.ops import available_backends, entmax_attention, exact_sparse_att
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.options import AttentionOptions
 
+pytestmark = pytest.mark.usefixtures("two_threads")  # the kernels share rows among them
+
 BACKENDS = [n for n, why in available_backends().items() if n != "triton" and why.startswith("available")]
 B, H, H_KV, T, D = 2, 6, 2, 101, 16
 

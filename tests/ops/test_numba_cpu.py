@@ -17,6 +17,8 @@ pytest.importorskip("numba")
 from hf_entmax.ops import entmax_attention, numba_cpu
 from hf_entmax.ops.options import AttentionOptions
 
+pytestmark = pytest.mark.usefixtures("two_threads")  # the kernels share rows among them
+
 numba_attention = functools.partial(entmax_attention, backend="numba")
 torch_attention = functools.partial(entmax_attention, backend="torch")
 ALPHAS = (1.0, 1.05, 1.5, 2.0)

@@ -12,6 +12,8 @@ from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.ops import backends
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 
+pytestmark = pytest.mark.usefixtures("two_threads")  # the kernels share rows among them
+
 pytest.importorskip("numba")
 ALPHAS = [1.00001, 1.01, 1.05, 1.2, 1.26, 1.33, 1.5, 1.75, 2.0, 2.5, 4.0, 8.0, 64.0]
 ROWS = 21

@@ -57,6 +57,11 @@ def test_a_causal_model_within_its_budgets_and_no_row_twice(tmp_path, monkeypatc
     for row in rows:
         assert float(row["loss_after"]) - float(row["loss_before"]) <= math.log1p(float(row["budget"]) / 100) + 2e-5
         assert 0 < float(row["density"]) <= 1 and row["cosine"] == "" and "--budgets" not in row["command"]
+        saved = tf.AutoConfig.from_pretrained(tmp_path / "out" / f"{float(row['budget']):g}").entmax_calibration
+        densities = [density for layers in saved["density"].values() for layer in layers for density in layer]
+        assert int(row["heads"]) == len(densities)
+        assert int(row["heads_sparse"]) == sum(density < 0.1 for density in densities)
+        assert int(row["heads_full"]) == sum(density >= 0.95 for density in densities)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "5")
     assert again.config.entmax_calibration["tokens"] == int(rows[1]["calibration_tokens"]) == 30
     batches = calibrate.text_batches(_arguments(tmp_path), tf.AutoTokenizer.from_pretrained(model), "test", 2)

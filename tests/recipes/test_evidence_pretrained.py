@@ -72,13 +72,13 @@ def test_a_causal_model_is_judged_by_its_control(rows):
 
 def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
     row = {"heldout_percent": 1.5, "density": 0.7, "density_calibration": 0.6, "alpha_median": 1.02, "alpha_max": 1.9,
-           "seconds": 120, "similarity_correlation": "", "accuracy_before": "", "accuracy": ""}  # fmt: skip
+           "heads": 9, "heads_sparse": 4, "heads_full": 2, "seconds": 120, "similarity_correlation": "", "accuracy_before": "", "accuracy": ""}  # fmt: skip
     kinds = (("lm", "False", 5.0), ("lm", "False", 0), ("smollm2", "True", 0.5), ("smollm2", "False", 0.5))
     made = [{"model": model, "temperature": kind, "budget": budget, **row} for model, kind, budget in kinds]
     rows("calibration", *made)
     table = pretrained.calibrations(rows.read).splitlines()[2:]
     assert [line.split("|")[3].strip() for line in table] == ["0", "5", "0.5", "0.5"]
-    assert table[0] == "| lm | alpha | 0 | 40.0 | +1.50 | 30.0 |  |  |  | 1.02 | 1.90 | 2 |"
+    assert table[0] == "| lm | alpha | 0 | 40.0 | 4 of 9 | 2 | +1.50 | 30.0 |  |  |  | 1.02 | 1.90 | 2 |"
     assert table[3].startswith("| smollm2 | alpha, temperature | 0.5 |")
     assert pretrained.findings(rows.read) == []  # none is within the aim's loss
     rows("calibration", *(entry | {"heldout_percent": 0.9, "density": 0.45} for entry in made[2:]), made[0])

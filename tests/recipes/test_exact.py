@@ -112,6 +112,9 @@ def test_a_killed_run_goes_on_exactly(killed_runs, step):
         inflection.main(killed)
     with pytest.raises(ValueError, match=r"started differently \(lr was 0\.01, is now 0\.02; layers was 1, is now 2\)"):
         inflection.main(dataclasses.replace(killed, resume=True, lr=0.02, layers=2))
+    older = json.loads((folder / "settings.json").read_text())
+    del older["budget"], older["ensemble"]  # as if it had been started before there were these options
+    (folder / "settings.json").write_text(json.dumps(older))
     with (folder / "log.jsonl").open("a") as lines:
         lines.write('{"step": 99, "lo')  # as if it had been killed while writing
     inflection.main(dataclasses.replace(killed, resume=True, log_steps=3))
