@@ -43,6 +43,8 @@ def label(row: Row) -> str:
     for name, text in (("loss_budget", "budget {}"), ("density_target", "density target {}")):
         if row.get(name) not in ("", "None", None):
             parts.append(text.format(row[name]))
+    if length := re.search(r"--train_tokens (\d+)", row["command"]):
+        parts.append(f"{int(length[1]):,} tokens")
     if "--softened true" in row["command"].lower():
         release = re.search(r"--release (\S+)", row["command"])
         parts.append(f"softened at {release[1] if release else 1.5}")
@@ -178,12 +180,17 @@ def findings(rows: Rows) -> list[Finding]:
     made = _calibration(rows)
     for group, aim, judge in _AIMS:
         settings = settings_of(rows, group)
-        control = [row for own in settings for row in pick(own, attention="softmax")]
-        judged = [(*judge(own, control), own) for own in settings if own[0]["attention"] != "softmax"]
+        judged = []
+        for own in settings:
+            if own[0]["attention"] != "softmax":
+                control = [row for other in settings for row in pick(other, attention="softmax", steps=own[0]["steps"])]
+                judged.append((*judge(own, control), own, min(len(own), len(control or own))))
         if not judged:
             continue
         told = [entry for entry in reversed(judged) if entry[0]][:1] or judged
-        shown = "; ".join(f"{label(own[0])}: {column(own, 'density', 1, 100)} % left, {here}" for _, here, own in told)
-        reservation = "one seed" if min(len(own) for *_, own in [*told, (control or told[0][2],)]) == 1 else ""
+        shown = "; ".join(
+            f"{label(own[0])}: {column(own, 'density', 1, 100)} % left, {here}" for _, here, own, _ in told
+        )
+        reservation = "one seed" if min(seeds for *_, seeds in told) == 1 else ""
         made.append(Finding(f"Our aim: {MODELS[group]}, {aim}", "", shown, found(told[0][0], reservation)))
     return made

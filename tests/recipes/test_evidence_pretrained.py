@@ -68,6 +68,10 @@ def test_a_causal_model_is_judged_by_its_control(rows):
     assert pretrained.findings(rows.read)[0].verdict == "found (one seed)"
     rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"))
     assert pretrained.findings(rows.read)[0].verdict == "not found (one seed)"  # there is nothing to judge it by
+    longer = run("softmax", 1.0, 15.4) | {"steps": 400, "command": "python recipes/convert.py --train_tokens 204800"}
+    rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"), run("softmax", 1.0, 15.5), longer)
+    assert pretrained.findings(rows.read)[0].verdict == "found (one seed)"  # a control that trained for longer is none
+    assert "| softmax, 204,800 tokens | 1 | 400 |" in pretrained.conversions(rows.read, "convert_smollm2")
 
 
 def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
