@@ -79,12 +79,12 @@ class AlphaLoggingCallback(TrainerCallback):
         added: dict[str, float] = {}
         if entmax_config(inner).mapping == "entmax":
             table = alphas(inner)
-            record["alpha"] = {site: _rounded(values) for site, values in table.items()}
+            record["alpha"] = {site: rounded(values) for site, values in table.items()}
             added.update(_alpha_logs(table, self.per_head))
         if self.statistics and self.probe_batch is not None:
             density, diversity = self._measure(inner)
-            record["density"] = {site: _rounded(values) for site, values in density.items()}
-            record["js"] = {site: _rounded(values) for site, values in diversity.items()}
+            record["density"] = {site: rounded(values) for site, values in density.items()}
+            record["js"] = {site: rounded(values) for site, values in diversity.items()}
             added |= {f"density/{site}": float(values.nanmean()) for site, values in density.items()}
             added |= {f"js/{site}": float(values.nanmean()) for site, values in diversity.items()}
         logs |= added
@@ -196,11 +196,11 @@ def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:
     return logs
 
 
-def _rounded(values: Any) -> Any:
+def rounded(values: Any) -> Any:
     """Nested lists with five digits: enough to draw, a third of the size. NaN becomes None, which JSON knows."""
     values = values.tolist() if isinstance(values, Tensor) else values
     if isinstance(values, list):
-        return [_rounded(value) for value in values]
+        return [rounded(value) for value in values]
     return None if values != values else round(values, 5)
 
 

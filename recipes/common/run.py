@@ -28,6 +28,9 @@ LOCK = "lock"
 #: Locks of this process, by folder; they go when the process ends, however it ends.
 _LOCKS: dict[Path, IO[str]] = {}
 
+#: Files with a line per step.
+LOGS = ("log.jsonl", "alphas.jsonl")
+
 #: One of these is there as soon as a run has done something.
 STARTED = ("log.jsonl", "checkpoint", "checkpoint.old", "model", "model.old", "result.json")
 
@@ -35,9 +38,10 @@ STARTED = ("log.jsonl", "checkpoint", "checkpoint.old", "model", "model.old", "r
 class Run:
     """A training run and its folder.
 
-    ``settings.json`` says whose folder it is, ``log.jsonl`` has a line per optimiser step and evaluation, ``checkpoint``
-    is the last complete state, ``model`` the best model on dev with its tokenizer. What the model answered on the test set
-    stands in a text file beside them.
+    ``settings.json`` says whose folder it is, ``log.jsonl`` has a line per optimiser step and evaluation, ``alphas.jsonl``
+    every learned alpha now and then, as ``AlphaLoggingCallback`` writes it; ``checkpoint`` is the last complete state,
+    ``model`` the best model on dev with its tokenizer. What the model answered on the test set stands in a text file beside
+    them.
 
     Args:
         settings: of the recipe; ``settings.out`` is the folder.
@@ -124,20 +128,25 @@ class Run:
 
     def log(self, step: int, **values: float) -> None:
         """One line of ``log.jsonl``, and the trackers'."""
-        if self.main:
-            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"step": step, **values}) + "\n")
+        self.note("log.jsonl", step, **values)
         if self.settings.report_to:
             self.accelerator.log(values, step=step)
 
+    def note(self, name: str, step: int, **values: Any) -> None:
+        """One line of a log, which must be one of `LOGS`."""
+        if self.main:
+            with (self.folder / name).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"step": step, **values}) + "\n")
+
     def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that will be done again."""
-        path = self.folder / "log.jsonl"
-        if self.main and path.exists():
+        """Drop the lines of steps that will be done again; all of them for a new run."""
+        for path in (self.folder / name for name in LOGS):
+            if not (self.main and path.exists()):
+                continue
             kept = []
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    if json.loads(line)["step"] <= step:
+                    if json.loads(line)["step"] <= step > 0:
                         kept.append(line + "\n")
                 except json.JSONDecodeError:
                     continue  # cut off when the run was killed

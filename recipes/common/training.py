@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -21,6 +21,7 @@ from common.settings import RunSettings
 from hf_entmax import alphas, entmax_config, is_patched, patch_model
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.training import alpha_parameter_groups
+from hf_entmax.training.callbacks import rounded
 from hf_entmax.training.parameters import decayed_parameters
 
 Loss = Callable[[Any, dict[str, Any]], Tensor]
@@ -171,6 +172,8 @@ class Training:
         progress, settings = self.progress, self.run.settings
         bar = tqdm(total=self.total, initial=progress.step, disable=not self.run.main, unit="step", mininterval=5)
         self.model.train()
+        if not progress.step:
+            self._log_alphas()
         while not progress.finished:
             for parts in self.batches.epoch(progress.epoch, progress.step_in_epoch):
                 started = time.perf_counter()
@@ -182,6 +185,8 @@ class Training:
                 if progress.step % settings.log_steps == 0 or settings.smoke:
                     bar.set_postfix(loss=f"{values['loss']:.3f}")
                 self.run.log(progress.step, **values)
+                if progress.step % settings.log_steps == 0 or progress.step >= self.total:
+                    self._log_alphas()
                 if progress.step >= self.total:
                     break
                 within = progress.step_in_epoch < len(self.batches)
@@ -230,6 +235,16 @@ class Training:
         self.optimizer.zero_grad()
         self.progress.tokens += tokens
         return {"loss": float(accelerator.reduce(total, reduction="mean")), **values}
+
+    def _log_alphas(self) -> None:
+        """Alpha of every head, where they are learned. Not under FSDP: a step would have to wait for all weights."""
+        model = self.accelerator.unwrap_model(self.model)
+        if self.accelerator.distributed_type == DistributedType.FSDP or not is_patched(model):
+            return
+        config = entmax_config(model)
+        if config.mapping == "entmax" and config.alpha == "learned":
+            table = {site: rounded(values) for site, values in alphas(model).items()}
+            self.run.note("alphas.jsonl", self.progress.step, alpha=table)
 
     def _evaluate(self, bar: Any) -> None:
         progress, settings = self.progress, self.run.settings

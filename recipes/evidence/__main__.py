@@ -3,7 +3,8 @@
     python -m recipes.evidence run                      # every job of evidence.yaml that has no row yet
     python -m recipes.evidence run --only inflection --workers 2 --threads 1
     python -m recipes.evidence list                     # what is done, what is open
-    python -m recipes.evidence curves                   # dev scores of the runs into dev_curves.csv
+    python -m recipes.evidence curves                   # dev scores of the runs into dev_curves.csv, alphas beside their row
+    python -m recipes.evidence views                    # one answer of a trained model in full
     python -m recipes.evidence heads translation        # analyse the heads of the trained models
     python -m recipes.evidence page                     # all pages of results, from the rows
     python -m recipes.evidence figures                  # all their figures
@@ -17,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import figures, heads, jobs, page, rows
+from . import figures, head_alphas, heads, jobs, page, rows, views
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("--workers", type=int, default=1, help="jobs at a time")
     run.add_argument("--threads", type=int, default=1, help="threads of each")
     does.add_parser("list", parents=[found, queue], help="say what is done and what is open")
-    does.add_parser("curves", parents=[found, queue], help="collect the dev scores of the runs")
+    does.add_parser("curves", parents=[found, queue], help="collect the dev scores and alphas of the runs")
+    does.add_parser("views", parents=[found, queue], help="write down all answers of a trained model to one word")
     look = does.add_parser("heads", parents=[found, queue, pages], help="analyse the heads of the trained models")
     look.add_argument("study", choices=sorted(heads.STUDIES))
     does.add_parser("page", parents=[found, pages], help="write the pages from the rows")
@@ -55,6 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
         elif args.what == "curves":
             read = jobs.curves(chosen, args.results, args.folder)
             print(f"dev scores of {read} runs in {args.results / 'dev_curves.csv'}")
+            if steps := head_alphas.collect(chosen, args.results, args.folder):
+                print(f"alphas at {steps} steps in {args.results / head_alphas.TRAJECTORY}.jsonl")
+        elif args.what == "views":
+            print(f"{views.collect(chosen, args.results, args.folder)} in {args.results / views.FILE}")
         elif failed := jobs.run_all(chosen, args.results, args.folder, args.workers, args.threads):
             sys.exit(f"{len(failed)} of {len(chosen)} jobs failed:\n" + "\n".join(job.command for job in failed))
 

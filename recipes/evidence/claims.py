@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import yaml
 
-from . import claims_heads, pretrained, pretrained_heads
+from . import claims_heads, head_alphas, pretrained, pretrained_heads
 from .judging import MARGIN, SOFTMAX, Finding, compare, found
 from .rows import ROOT, SITES, Row, Rows, grouped, mean, numbers, pick, table
 
@@ -217,7 +217,7 @@ def price(row: Row, control: Row) -> float:
 
 CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
     morphology, ensembles, certainty, grid, translation, alternatives,
-    claims_heads.diversity, claims_heads.roles, claims_heads.letters,
+    head_alphas.findings, claims_heads.diversity, claims_heads.roles, claims_heads.letters,
     speed, lambdas, conversions, pretrained.findings, pretrained_heads.findings,
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_entmax.ops import controllable
 
-from . import length, long_context, pretrained, pretrained_heads
+from . import head_alphas, length, long_context, pretrained, pretrained_heads, views
 from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -157,6 +157,11 @@ def synthetic(rows: Rows) -> Figure | None:
 DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "inflection_alpha": (alpha_grid, 150),
     "inflection_time": (training_time, 150),
+    "attention_map": (views.draw, 100),
+    "heads_alpha": (head_alphas.draw_alphas, 110),
+    "heads_alpha_training": (head_alphas.draw_training, 110),
+    "heads_density": (head_alphas.draw_densities, 110),
+    "heads_density_sorted": (head_alphas.draw_sorted, 110),
     "conversion": (conversion, 150),
     "length": (length.figure, 150),
     "pretrained": (pretrained.figure, 120),

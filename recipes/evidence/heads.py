@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,19 @@ def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tu
     return [*pairs, *list(asked.items())[:questions]]
 
 
-def words(count: int = 100) -> list[tuple[str, str]]:
-    """The first dev words of each of the twelve languages: language, tags and lemma; the form."""
-    files = "morph/typology12/{language}/dev.tsv.gz"
+def words(count: int = 100, split: str = "dev", languages: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Words of the twelve languages, or of some: language, tags and lemma; the form.
+
+    Args:
+        count: so many, the first, of each language; 0 for all.
+        split: dev or test.
+        languages: default: all.
+    """
+    files = f"morph/typology12/{{language}}/{split}.tsv.gz"
     found = []
-    for language in languages_of(files):
-        for lemma, form, tags in read_rows(files.format(language=language), ("lemma", "form", "tags"))[:count]:
+    for language in languages or languages_of(files):
+        rows = read_rows(files.format(language=language), ("lemma", "form", "tags"))
+        for lemma, form, tags in rows[: count or None]:
             # As recipes/inflection.py writes its questions.
             found.append((f"<{language}>" + "".join(f"<{tag}>" for tag in tags.split(";")) + lemma, form))
     return found
@@ -83,7 +90,7 @@ STUDIES = {
         {kind: {"attention": kind, "output_alpha": "1.0", "seed": "0"} for kind in ATTENTION},
         captions_and_questions,
         gold,
-        {"heads_density": plots.density_histograms, "heads_diversity": plots.head_diversity},
+        {"heads_diversity": plots.head_diversity},
     ),
     "inflection": Study(
         "head_analysis_inflection",

@@ -7,14 +7,25 @@ from pathlib import Path
 
 import jinja2
 
-from . import benchmarks, claims, length, long_context, mappings, pretrained, pretrained_heads, tables
+from . import (
+    benchmarks,
+    claims,
+    head_alphas,
+    length,
+    long_context,
+    mappings,
+    pretrained,
+    pretrained_heads,
+    tables,
+    views,
+)
 from .rows import CARDS, RESULTS, ROOT, Rows, column, commands, machines, origin
 
 #: Templates, by the page that is made of them.
 PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
 #: What templates may call, by its name.
-CALLED = (claims, length, long_context, mappings, pretrained, pretrained_heads, tables)
+CALLED = (claims, head_alphas, length, long_context, mappings, pretrained, pretrained_heads, tables, views)
 CALLED += (column, commands, machines, origin)
 
 

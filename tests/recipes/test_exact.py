@@ -120,6 +120,9 @@ def test_a_killed_run_goes_on_exactly(killed_runs, step):
     inflection.main(dataclasses.replace(killed, resume=True, log_steps=3))
     assert len(losses(whole)) == 12
     assert log(folder) == log(whole)
+    alphas = [json.loads(line) for line in (folder / "alphas.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in alphas] == ([0, 9, 12] if step == 7 else [0, 3, 6, 9, 12])
+    assert alphas[-1] == json.loads((whole / "alphas.jsonl").read_text().splitlines()[-1])
     results = [json.loads((place / "result.json").read_text()) for place in (whole, folder)]
     for name in ("accuracy", "optimal", "dev_accuracy", "best_step", "steps"):
         assert results[0][name] == results[1][name]

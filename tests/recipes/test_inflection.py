@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSeq2SeqLM
 
+import hf_entmax
 import inflection
 from common.settings import parse
+from hf_entmax.analysis.reading.trajectory import read_trajectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -63,6 +66,15 @@ def test_every_setting_is_one_option(data, tmp_path, attention, output_alpha):
         assert stored["entmax_config"]["output_alpha"] == (None if output_alpha == 1.0 else output_alpha)
         assert 1 <= result["output_support"] <= stored["vocab_size"]
         assert 0 < result["density_cross"] <= 1
+    log = tmp_path / "run" / "alphas.jsonl"
+    assert log.exists() == (attention == "learned")
+    if attention == "learned":
+        trajectory = read_trajectory(log)
+        assert trajectory.steps == [0, 2]
+        last = hf_entmax.alphas(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model"))
+        assert {site: values.shape for site, values in trajectory.alpha.items()} == dict.fromkeys(last, (2, 1, 2))
+        if result["best_step"] == 2:
+            assert all(values[-1].allclose(last[site].double(), atol=1e-5) for site, values in trajectory.alpha.items())
 
 
 @pytest.mark.slow

@@ -43,15 +43,16 @@ def _alpha_limits(values: Mapping[str, Tensor]) -> tuple[float, float]:
 
 @style.house_style()
 def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | None = None) -> Figure:
-    """Histogram of the learned alphas of every site.
+    """Histogram of the learned alphas of every site, one row of panels per model.
 
     Args:
-        alphas: ``{site: [layers, heads]}`` as :func:`hf_entmax.alphas` returns, or ``AttentionStatistics``.
+        alphas: ``{site: [layers, heads]}`` as :func:`hf_entmax.alphas` returns, ``AttentionStatistics`` or several of them,
+            or ``{name: either}``.
         bins: of each histogram.
         limits: of alpha; default: 1 to 2, wider where values lie outside.
 
     Returns:
-        A Figure, one panel per site.
+        A Figure; rows are models, columns are sites.
 
     Raises:
         TypeError: alphas of a wrong type. ValueError: no alphas (a softmax model).
@@ -59,14 +60,18 @@ def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | 
     Reference:
         Correia, Niculae, Martins 2019, figure 3.
     """
-    values = style.in_order(style.per_site(alphas, "alphas"))
-    limits = limits or _alpha_limits(values)
-    figure, axes = style.new_figure(len(values), sharey=True)
-    for axis, (site, tensor) in zip(axes[0], values.items(), strict=True):
-        colour = style.SITE_COLOURS.get(site, style.PALETTE[3])
-        axis.hist(style.finite(tensor), bins=bins, range=limits, color=colour, edgecolor="white")
-        axis.set(title=style.site_title(site), xlabel="α (1 = softmax, 2 = sparsemax)", xlim=limits)
-    axes[0][0].set_ylabel("number of heads")
+    named = style.named_models(alphas, "alphas")
+    every = [_alpha_limits(values) for values in named.values()]
+    limits = limits or (min(low for low, _ in every), max(high for _, high in every))
+    figure, axes = style.site_grid(named, "number of heads", sharey="row")
+    for row, values in zip(axes, named.values(), strict=True):
+        for site, axis in row.items():
+            colour = style.SITE_COLOURS.get(site, style.PALETTE[3])
+            axis.hist(style.finite(values[site]), bins=bins, range=limits, color=colour, edgecolor="white")
+            axis.set_xlim(limits)
+            style.whole_numbers(axis.yaxis)
+    for axis in axes[-1].values():
+        axis.set_xlabel("α (1 = softmax, 2 = sparsemax)")
     return figure
 
 

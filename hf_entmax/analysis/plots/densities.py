@@ -28,15 +28,11 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
         Correia, Niculae, Martins 2019, figure 4.
     """
     named = style.named_models(models, "density")
-    sites = style.all_sites(named)
-    figure, axes = style.new_figure(len(sites), len(named), sharex=True, sharey=True, height=2.2)
-    for row, (name, densities) in zip(axes, named.items(), strict=True):
-        for place, (axis, site) in enumerate(zip(row, sites, strict=True)):
-            if site not in densities:
-                axis.set_visible(False)
-                continue
+    figure, axes = style.site_grid(named, "number of heads", sharex=True, sharey=True, height=2.2)
+    for row, densities in zip(axes, named.values(), strict=True):
+        for site, axis in row.items():
             values = [100 * value for value in style.finite(densities[site])]
-            colour = style.SITE_COLOURS.get(site, style.PALETTE[place])
+            colour = style.SITE_COLOURS.get(site, style.PALETTE[3])
             axis.hist(values, bins=bins, range=(0, 100), color=colour, edgecolor="white")
             if values:
                 mean = sum(values) / len(values)
@@ -48,10 +44,7 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
                 )  # fmt: skip
             axis.margins(y=0.18)
             style.whole_numbers(axis.yaxis)
-            if row is axes[0]:
-                axis.set_title(style.site_title(site))
-        row[0].set_ylabel(f"{name}\nnumber of heads" if len(named) > 1 else "number of heads")
-    for axis in axes[-1]:
+    for axis in axes[-1].values():
         axis.set_xlabel("nonzero weights (%)")
     return figure
 
@@ -61,10 +54,10 @@ def sorted_density(densities: Any) -> Figure:
     """Densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
 
     Args:
-        densities: ``AttentionStatistics`` or ``{site: [layers, heads]}``.
+        densities: as the models of :func:`density_histograms`.
 
     Returns:
-        A Figure, one panel per site, one line per layer.
+        A Figure, one panel per model (rows) and site (columns), one line per layer.
 
     Raises:
         TypeError: a wrong type. ValueError: nothing to draw.
@@ -72,17 +65,21 @@ def sorted_density(densities: Any) -> Figure:
     Reference:
         Correia, Niculae, Martins 2019, figure 5.
     """
-    values = style.in_order(style.per_site(densities, "density"))
-    figure, axes = style.new_figure(len(values), sharey=True, width=3.4, height=2.9)
-    for axis, (site, layers) in zip(axes[0], values.items(), strict=True):
-        for layer, (row, colour) in enumerate(zip(layers, style.layer_colours(len(layers)), strict=False)):
-            ordered = sorted(100 * value for value in style.finite(row))
-            look = style.look(layer, marker=style.MARKERS) | {"color": colour, "markersize": 4, "linewidth": 1.2}
-            axis.plot(range(1, len(ordered) + 1), ordered, **look, label=f"layer {layer}")
-        axis.set(title=style.site_title(site), xlabel="heads of a layer, sparsest first", ylim=(0, 103))
-        style.whole_numbers(axis.xaxis)
-    axes[0][0].set_ylabel("nonzero weights (%)")
-    deepest = max(axes[0], key=lambda axis: len(axis.lines))
+    named = style.named_models(densities, "density")
+    colours = style.layer_colours(max(len(layers) for values in named.values() for layers in values.values()))
+    height = 2.9 if len(named) == 1 else 2.1
+    figure, axes = style.site_grid(named, "nonzero weights (%)", sharey=True, width=3.4, height=height)
+    for row, values in zip(axes, named.values(), strict=True):
+        for site, axis in row.items():
+            for layer, (heads, colour) in enumerate(zip(values[site], colours, strict=False)):
+                ordered = sorted(100 * value for value in style.finite(heads))
+                look = style.look(layer, marker=style.MARKERS) | {"color": colour, "markersize": 4, "linewidth": 1.2}
+                axis.plot(range(1, len(ordered) + 1), ordered, **look, label=f"layer {layer}")
+            axis.set_ylim(0, 103)
+            style.whole_numbers(axis.xaxis)
+    for axis in axes[-1].values():
+        axis.set_xlabel("heads of a layer, sparsest first")
+    deepest = max((axis for row in axes for axis in row.values()), key=lambda axis: len(axis.lines))
     figure.legend(*deepest.get_legend_handles_labels(), loc="outside right center")
     return figure
 

@@ -76,6 +76,26 @@ def new_figure(
     return figure, [list(row) for row in axes]
 
 
+def site_grid(
+    models: Mapping[str, Mapping[str, Any]], label: str, **options: Any
+) -> tuple[Figure, list[dict[str, Axes]]]:
+    """A figure with a row per model and a column per site; of each model, the axes of the sites that it has.
+
+    ``label`` stands beside each row, below the model's name where there are several; ``options`` go to :func:`new_figure`.
+    """
+    sites = all_sites(models)
+    figure, axes = new_figure(len(sites), len(models), **options)
+    for axis, site in zip(axes[0], sites, strict=True):
+        axis.set_title(site_title(site))
+    for row, name in zip(axes, models, strict=True):
+        row[0].set_ylabel(f"{name}\n{label}" if len(models) > 1 else label)
+    rows = [dict(zip(sites, row, strict=True)) for row in axes]
+    for row, values in zip(rows, models.values(), strict=True):
+        for site in set(row) - set(values):
+            row.pop(site).set_visible(False)
+    return figure, rows
+
+
 def one_axis(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure with a single axis, its size in inches."""
     figure, axes = new_figure(width=width, height=height)
