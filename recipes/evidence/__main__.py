@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif args.what == "curves":
             read = jobs.curves(chosen, args.results, args.folder)
             print(f"dev scores of {read} runs in {args.results / 'dev_curves.csv'}")
-            if steps := head_alphas.collect(chosen, args.results, args.folder):
-                print(f"alphas at {steps} steps in {args.results / head_alphas.TRAJECTORY}.jsonl")
+            for group, steps in head_alphas.collect(chosen, args.results, args.folder).items():
+                print(f"alphas at {steps} steps in {args.results / group}.jsonl")
         elif args.what == "views":
             print(f"{views.collect(chosen, args.results, args.folder)} in {args.results / views.FILE}")
         elif failed := jobs.run_all(chosen, args.results, args.folder, args.workers, args.threads):

@@ -160,6 +160,7 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "attention_map": (views.draw, 100),
     "heads_alpha": (head_alphas.draw_alphas, 110),
     "heads_alpha_training": (head_alphas.draw_training, 110),
+    "heads_alpha_training_fast": (lambda rows: head_alphas.draw_training(rows, head_alphas.FASTER), 110),
     "heads_density": (head_alphas.draw_densities, 110),
     "heads_density_sorted": (head_alphas.draw_sorted, 110),
     "conversion": (conversion, 150),

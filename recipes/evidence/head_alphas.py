@@ -32,13 +32,16 @@ from .rows import SITES, Row, Rows, grouped, numbers, pick
 
 #: Analyses of heads, by what trained the models.
 STUDIES = {"translation": "head_analysis/heads", "inflection": "head_analysis_inflection/heads"}
-TRAJECTORY = "inflection_trajectory"
+#: Runs whose alphas were logged, by group: the one that is judged, and what differs in another that was looked at.
+TRAJECTORY, FASTER = "inflection_trajectory", "inflection_trajectory_fast"
 
 UNIFORM = 5 / 9
 #: A head that keeps so many of its weights counts as dense.
 DENSE = 0.95
 #: By how much the mean alpha has to fall and to rise for a dip.
 DIP = 0.01
+#: By how much a head has to rise to count as one that turned.
+RISE = 0.05
 
 
 def kinds(rows: Rows, study: str) -> dict[str, list[list[Row]]]:
@@ -139,40 +142,64 @@ def densities(rows: Rows, study: str) -> list[Finding]:
     return result
 
 
-def trajectory(rows: Rows) -> Trajectory | None:
+def trajectory(rows: Rows, group: str = TRAJECTORY) -> Trajectory | None:
     """Alpha of every head over the training of one model."""
-    path = rows.folder / f"{TRAJECTORY}.jsonl"
+    path = rows.folder / f"{group}.jsonl"
     return read_trajectory(path) if path.exists() else None
 
 
 def over_training(rows: Rows) -> list[Finding]:
     """Figure 2: alphas fall first, then heads part ways."""
-    log = trajectory(rows)
+    log, faster = trajectory(rows), trajectory(rows, FASTER)
     if log is None:
         return []
-    heads = torch.cat([values.flatten(1) for values in log.alpha.values()], dim=1)  # [steps, heads]
-    means, spreads, count = heads.mean(1), heads.std(1), heads.shape[1]
+    heads = _heads(log)
+    start_and_end = float(heads[[0, -1]].corrcoef()[0, 1])
+    tried = [f"alphas at the end correlate {start_and_end:.2f} with those that the heads were started with"]
+    result = []
+    for claim, paper, judged in (
+        ("alphas fall first and rise later", "for about 1,000 steps", dip),
+        ("after the dip heads part ways", "shown", parting),
+    ):
+        here, verdict = judged(log)
+        looked = tried
+        if faster is not None:
+            there, so = judged(faster)
+            looked = [*tried, f"with alphas learned at ten times the rate: {there}: {so}"]
+        claim = f"Correia et al., figure 2, inflection: {claim}"
+        result.append(Finding(claim, paper, here, f"{verdict} (one seed)", "; ".join(looked)))
+    return result
+
+
+def _heads(log: Trajectory) -> Tensor:
+    """``[steps, heads]``, of all sites."""
+    return torch.cat([values.flatten(1) for values in log.alpha.values()], dim=1)
+
+
+def dip(log: Trajectory) -> tuple[str, str]:
+    """How the mean over the heads moved, and whether it fell, with most heads, and rose again."""
+    heads = _heads(log)
+    means, count = heads.mean(1), heads.shape[1]
     low = int(means.argmin())
     start, lowest, end = (float(means[place]) for place in (0, low, -1))
     lower = int((heads[low] < heads[0]).sum())
-    turned = int((heads[-1] > heads.min(0).values + 0.05).sum())
-    dip = min(start, end) - lowest >= DIP and lower > count / 2
     here = f"mean {start:.2f} at the start, lowest at step {log.steps[low]} of {log.steps[-1]} with {lowest:.2f} (there {lower} "
     here += f"of {count} heads are below their start), {end:.2f} at the end"
-    spread = ", ".join(
-        f"{float(spreads[place]):.2f} {when}"
-        for place, when in ((0, "at the start"), (low, "then"), (-1, "at the end"))
+    if start - lowest >= DIP > end - lowest:
+        return here, "not found: they fall to the end"
+    return here, found(min(start, end) - lowest >= DIP and lower > count / 2)
+
+
+def parting(log: Trajectory) -> tuple[str, str]:
+    """How far heads are apart, and whether that is more at the end than where their mean is lowest, with some that rose."""
+    heads = _heads(log)
+    low, spreads = int(heads.mean(1).argmin()), heads.std(1).tolist()
+    rose = int((heads[-1] > heads.min(0).values + RISE).sum())
+    here = f"standard deviation of alpha over the heads {spreads[0]:.2f} at the start, {spreads[low]:.2f} where their mean is "
+    here += (
+        f"lowest, {spreads[-1]:.2f} at the end; {rose} of {heads.shape[1]} heads end at least {RISE} above their lowest"
     )
-    turning = f"standard deviation of alpha over the heads {spread}; {turned} of {count} heads end at least 0.05 above "
-    turning += "their lowest"
-    parted = turned > 0 and bool(spreads[-1] > spreads[low])
-    claim = "Correia et al., figure 2, inflection: "
-    falling = "not found: they fall to the end (one seed)"
-    verdict = falling if start - lowest >= DIP > end - lowest else found(dip, "one seed")
-    return [
-        Finding(f"{claim}alphas fall first and rise later", "for about 1,000 steps", here, verdict),
-        Finding(f"{claim}after the dip heads part ways", "shown", turning, found(parted, "one seed")),
-    ]
+    return here, found(rose > 0 and spreads[-1] > spreads[low])
 
 
 def thin(steps: Sequence[int], dense_until: int = 1000, every: int = 100) -> list[int]:
@@ -180,15 +207,18 @@ def thin(steps: Sequence[int], dense_until: int = 1000, every: int = 100) -> lis
     return [step for step in steps if step <= dense_until or step % every == 0 or step == steps[-1]]
 
 
-def collect(jobs: Sequence[Job], results: Path, folder: Path) -> int:
-    """Write the logged alphas of the run behind figure 2, thinned, beside its row; how many steps, 0 where it is not there."""
-    logs = [folder / job.name / "alphas.jsonl" for job in jobs if job.group == TRAJECTORY and job.done(results)]
-    if not (logs and logs[0].exists()):
-        return 0
-    lines = {json.loads(line)["step"]: line + "\n" for line in logs[0].read_text(encoding="utf-8").splitlines()}
-    kept = thin(sorted(lines))
-    (results / f"{TRAJECTORY}.jsonl").write_text("".join(lines[step] for step in kept), encoding="utf-8")
-    return len(kept)
+def collect(jobs: Sequence[Job], results: Path, folder: Path) -> dict[str, int]:
+    """Write the logged alphas of the runs behind figure 2, thinned, beside their rows; how many steps, by group."""
+    kept = {}
+    for job in jobs:
+        log = folder / job.name / "alphas.jsonl"
+        if job.group not in (TRAJECTORY, FASTER) or not (job.done(results) and log.exists()):
+            continue
+        lines = {json.loads(line)["step"]: line + "\n" for line in log.read_text(encoding="utf-8").splitlines()}
+        steps = thin(sorted(lines))
+        (results / f"{job.group}.jsonl").write_text("".join(lines[step] for step in steps), encoding="utf-8")
+        kept[job.group] = len(steps)
+    return kept
 
 
 def _tensors(heads: Sequence[Row], name: str) -> dict[str, Tensor]:
@@ -229,7 +259,7 @@ def draw_sorted(rows: Rows) -> Figure | None:
     return plots.sorted_density(named) if named else None
 
 
-def draw_training(rows: Rows) -> Figure | None:
+def draw_training(rows: Rows, group: str = TRAJECTORY) -> Figure | None:
     """Figure 2."""
-    log = trajectory(rows)
+    log = trajectory(rows, group)
     return None if log is None else plots.alpha_trajectories(log)

@@ -167,6 +167,18 @@ class TestOverTraining:
         log(rows.read.folder, 1.5, 1.4, 1.4, spread=[0.1, 0.1, 0.12])
         assert head_alphas.over_training(rows.read)[1].verdict == "not found (one seed)"
 
+    def test_what_was_looked_at_beside(self, rows):
+        log(rows.read.folder, 1.5, 1.4, 1.3, spread=[0.1, 0.1, 0.2])
+        dip, _ = head_alphas.over_training(rows.read)
+        assert dip.tried == "alphas at the end correlate 1.00 with those that the heads were started with"
+        log(rows.read.folder, 1.5, 1.3, 1.4, spread=[0.1, 0.1, 0.2], name="inflection_trajectory_fast.jsonl")
+        dip, parted = head_alphas.over_training(rows.read)
+        assert dip.verdict == "not found: they fall to the end (one seed)"
+        assert "at ten times the rate: mean 1.50 at the start, lowest at step 10 of 20 with 1.30" in dip.tried
+        assert dip.tried.endswith("1.40 at the end: found")
+        assert parted.tried.endswith("3 of 6 heads end at least 0.05 above their lowest: found")
+        assert len(head_alphas.draw_training(rows.read, head_alphas.FASTER).axes) == 3
+
     def test_the_figure_and_the_page(self, rows):
         log(rows.read.folder, 1.5, 1.3, 1.4)
         axes = head_alphas.draw_training(rows.read).axes
@@ -179,9 +191,9 @@ class TestOverTraining:
         (tmp_path / "results").mkdir()
         log(tmp_path / "runs" / job.name, *[1.5] * 151, 1.25, name="alphas.jsonl")
         collect = lambda: head_alphas.collect([job], tmp_path / "results", tmp_path / "runs")  # noqa: E731
-        assert collect() == 0  # the run has no row yet
+        assert collect() == {}  # the run has no row yet
         (tmp_path / "results" / "inflection_trajectory.csv").write_text(f"command\n{job.command}\n")
-        assert collect() == 107
+        assert collect() == {head_alphas.TRAJECTORY: 107}
         kept = head_alphas.trajectory(Rows(tmp_path / "results"))
         assert kept.steps == [*range(0, 1001, 10), *range(1100, 1501, 100), 1510]
         assert kept.alpha["cross"][-1].mean() == pytest.approx(1.25)
