@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_entmax.alpha import LearnedAlpha, TiedAlpha
 from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.discovery import attention_sites
-from hf_entmax.integration.patching import entmax_config
-from hf_entmax.integration.scaled_query import length_scaling_of
-from hf_entmax.length import ConstantScaling
 from hf_entmax.ops import entmax
+from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.distillation import attention_pairs, record_attention
 
 #: Places in the range of alpha (0 its lower end, 1 its upper) at which every head is tried; the first stands for softmax.
@@ -33,94 +30,6 @@ ROWS = 64
 Loss = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 
 
-class AlphaVector:
-    """All learned alphas of a model as one vector ``a`` (``alpha = lo + (hi - lo) sigmoid(a)``), and which heads use which.
-
-    With ``length_scaling="constant"`` the temperatures of the heads follow their alphas.
-
-    Attributes:
-        softening: ``r`` of each of the numbers, float64 ``[N]``; 0 leaves the scores as they are.
-        places: name of an attention module -> where in the vector its heads are, long ``[heads]``.
-        bottom: value of ``a`` at the first of `SHARES`.
-        top: and at the last.
-
-    Raises:
-        ValueError: if the model is not patched or learns no alpha.
-    """
-
-    bottom, top = (math.log(share / (1 - share)) for share in (SHARES[0], SHARES[-1]))
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = entmax_config(model)
-        if config.mapping != "entmax" or config.alpha != "learned":
-            raise ValueError(
-                f"This model has mapping={config.mapping!r} and alpha={config.alpha!r}; learned alphas are needed: patch it "
-                "with hf_entmax.patch_model(model)."
-            )
-        lo, hi = config.alpha_range
-        self.range = lo, hi
-        self.grid = [lo + (hi - lo) * share for share in SHARES]
-        self.parameters: list[nn.Parameter] = []
-        self.temperatures: list[tuple[nn.Parameter, Tensor]] = []
-        self.places: dict[str, Tensor] = {}
-        first: dict[int, int] = {}
-        for site in attention_sites(model):
-            heads = heads_of(site)
-            owner = heads.owner if isinstance(heads, TiedAlpha) else heads
-            if not isinstance(owner, LearnedAlpha):
-                continue  # left alone
-            if id(owner) not in first:
-                first[id(owner)] = sum(len(a) for a in self.parameters)
-                self.parameters.append(owner.a)
-            each = torch.arange(site.num_heads)
-            places = first[id(owner)] + (each if len(owner.a) == site.num_heads else 0 * each)
-            self.places[site.name] = places
-            scaling = length_scaling_of(heads)
-            if isinstance(scaling, ConstantScaling):
-                self.temperatures.append((scaling.s, places[scaling.heads]))
-        self.softening = torch.zeros(len(self), dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return sum(len(a) for a in self.parameters)
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """All that `set_` changes."""
-        return [*self.parameters, *(s for s, _ in self.temperatures)]
-
-    def slope(self, loss: Tensor) -> Tensor:
-        """Derivative of a loss in ``a``, also through the temperatures: float64 ``[N]`` on the CPU; 0 where there is none."""
-        found = torch.autograd.grad(loss, self.trained, allow_unused=True)
-        each = [
-            torch.zeros(len(p), dtype=torch.float64) if g is None else g.detach().double().cpu()
-            for p, g in zip(self.trained, found, strict=True)
-        ]
-        total = torch.cat(each[: len(self.parameters)])
-        values = self.get().requires_grad_(True)
-        (change,) = torch.autograd.grad(self._factor(values).sum(), values)
-        for (_, places), own in zip(self.temperatures, each[len(self.parameters) :], strict=True):
-            total.index_add_(0, places, own * change[places])
-        return total
-
-    def _factor(self, values: Tensor) -> Tensor:
-        """``1 / (1 + r (alpha - 1))`` at ``a``."""
-        lo, hi = self.range
-        return 1 / (1 + self.softening * (lo - 1 + (hi - lo) * values.sigmoid()))
-
-    def get(self) -> Tensor:
-        """A copy of ``a``, float64 ``[N]`` on the CPU."""
-        return torch.cat([a.detach().double().cpu() for a in self.parameters])
-
-    @torch.no_grad()
-    def set_(self, values: Tensor) -> None:
-        """Set ``a`` from ``[N]``, and the temperatures that go with it."""
-        for a, part in zip(self.parameters, values.split([len(a) for a in self.parameters]), strict=True):
-            a.copy_(part)
-        factor = self._factor(values)
-        for s, places in self.temperatures:
-            s.copy_(factor[places] - 1)
-
-
 @dataclasses.dataclass
 class Sensitivity:
     """What each alpha of a grid would do to a head, all others left near softmax.
@@ -128,18 +37,20 @@ class Sensitivity:
     Attributes:
         density: ``[N, K]`` share of nonzero weights.
         cost: ``[N, K]`` estimated rise of the loss, nats per token.
-        heads: ``[N]`` how many heads use each of the N numbers.
+        heads: ``[N]`` how many heads use each of the N alphas.
+        softening: ``[N]`` the ``r`` that suits them; 0 where there is no temperature.
     """
 
     density: Tensor
     cost: Tensor
     heads: Tensor
+    softening: Tensor
 
     def choose(self, budget: float) -> tuple[Tensor, float]:
         """The fewest nonzero weights whose estimated costs add up to ``budget`` at most, by a common price.
 
         Returns:
-            Values of ``a`` ``[N]``, and the price: nats per token paid for a mean density of 1.
+            ``a`` ``[N]``, and the price: nats per token paid for a mean density of 1.
         """
         gain = (1.0 - self.density) * (self.heads / self.heads.sum())[:, None]
         low, high = -30.0, 30.0  # logarithm of the price
@@ -149,14 +60,6 @@ class Sensitivity:
             low, high = (low, middle) if float(self.cost.gather(1, picked).sum()) > budget else (middle, high)
         picked = (math.exp(low) * gain - self.cost).argmax(1)
         return _GRID[picked], math.exp(low)
-
-    def mean_density(self, values: Tensor) -> Tensor:
-        """Mean over heads of the density at ``a`` ``[N]``, differentiable: straight lines between the grid's places."""
-        place = torch.searchsorted(_GRID, values.detach().clamp(_GRID[0], _GRID[-1])).clamp(1, len(_GRID) - 1)
-        left, right = _GRID[place - 1], _GRID[place]
-        at = lambda index: self.density.gather(1, index[:, None])[:, 0]  # noqa: E731
-        line = at(place - 1) + (at(place) - at(place - 1)) * (values - left) / (right - left)
-        return (line * self.heads).sum() / self.heads.sum()
 
 
 _GRID = torch.tensor(SHARES, dtype=torch.float64).logit()
@@ -177,22 +80,22 @@ def measure_sensitivity(
     choose those that it flatters. From the weights of alpha = 1 + u the scores follow as ``(p^u - 1) / u``, up to a constant
     in each row, so that no alpha of the grid needs a pass of its own.
 
-    Where heads have a temperature, each takes the one of `SOFTENINGS` with the lowest cost, as a geometric mean over the grid;
-    it is kept in ``vector.softening``.
+    Where heads have a temperature, each takes the one of `SOFTENINGS` with the lowest cost, as a geometric mean over the grid.
 
     The model must be in evaluation mode, with gradients for its alphas alone; the values of ``vector`` are changed.
     ``counts`` are the labels of each batch, ``loss`` is the mean over them.
     """
-    total, places_of = len(vector), vector.places
-    softenings = SOFTENINGS if vector.temperatures else SOFTENINGS[:1]
+    total, places_of = vector.count, vector.places
+    lo, hi = vector.range
+    grid = [lo + (hi - lo) * share for share in SHARES]
+    softenings = SOFTENINGS if vector.scaled.any() else SOFTENINGS[:1]
     kept, second = (torch.zeros(total, len(SHARES), len(softenings), dtype=torch.float64) for _ in range(2))
     possible, heads = (torch.zeros(total, dtype=torch.float64) for _ in range(2))
     for places in places_of.values():
         heads.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
-    vector.softening.zero_()
-    vector.set_(torch.full((total,), vector.bottom, dtype=torch.float64))
+    vector.set_(vector.even(SHARES[0]))
     for batch, count in zip(batches, counts, strict=True):
-        with _in_the_graph(model), record_attention(model) as seen:
+        with in_the_graph(model), record_attention(model) as seen:
             value = loss(model, batch) * count
         names = [name for name, site in seen.sites.items() if site.name in places_of]
         gradients = torch.autograd.grad(value, [seen.weights[name] for name in names], allow_unused=True)
@@ -202,7 +105,7 @@ def measure_sensitivity(
             step = max(1, weights.shape[2] // ROWS)
             allowed = pairs[name][:, None, ::step]
             slope = gradient if gradient is None else gradient[:, :, ::step]
-            tried = _try_rows(weights[:, :, ::step], slope, allowed, vector.grid, softenings)
+            tried = _try_rows(weights[:, :, ::step], slope, allowed, grid, softenings)
             possible.index_add_(0, places, allowed.sum().double().cpu().expand(len(places)))
             kept.index_add_(0, places, tried[0].cpu())
             second.index_add_(0, places, tried[1].cpu() * step)
@@ -212,18 +115,15 @@ def measure_sensitivity(
     # Relative to the costliest, so that heads without any cost, and grid places without a difference, decide nothing.
     relative = second / second.amax((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     best = (relative + 1e-6).log().mean(1).argmin(1)
-    scaled = torch.zeros(total, dtype=torch.bool)
-    for _, places in vector.temperatures:
-        scaled[places] = True
-    best = best * scaled
-    vector.softening.copy_(torch.tensor(SOFTENINGS, dtype=torch.float64)[best])
+    best = best * vector.scaled
     chosen = best[:, None, None].expand(-1, len(SHARES), 1)
     density, second = (values.gather(2, chosen)[..., 0] for values in (density, second))
-    return Sensitivity(density, 0.5 * second / sum(counts), heads)
+    softening = torch.tensor(SOFTENINGS, dtype=torch.float64)[best]
+    return Sensitivity(density, 0.5 * second / sum(counts), heads, softening)
 
 
 @contextlib.contextmanager
-def _in_the_graph(model: PreTrainedModel) -> Iterator[None]:
+def in_the_graph(model: PreTrainedModel) -> Iterator[None]:
     """Compute attention from weights that the loss depends on: fused kernels form them for whoever looks, and for nobody else."""
     heads = [own for site in attention_sites(model) if (own := heads_of(site)) is not None]
     backends = [own.backend for own in heads]

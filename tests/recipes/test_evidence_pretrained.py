@@ -88,6 +88,12 @@ def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
     rows("calibration", *(entry | {"heldout_percent": 0.9, "density": 0.45} for entry in made[2:]), made[0])
     (finding,) = pretrained.findings(rows.read)
     assert finding.verdict == "found (one set of texts)" and "55.0 % zeros at +0.90 %" in finding.here
+    alone = _run("learned", 0, 0.3, "0.01", perplexity=19.0, perplexity_before=20.0, support_decoder_self=9)
+    rows("convert_smollm2", alone | {"freeze_weights": "True"})
+    assert "alphas alone: 70.0 % zeros at -5.00 %" in pretrained.findings(rows.read)[0].here
+    rows("convert_smollm2", alone)  # its weights were trained
+    assert "55.0 % zeros at +0.90 %" in pretrained.findings(rows.read)[0].here
+    (rows.read.folder / "convert_smollm2.csv").unlink()
     axes = pretrained.figure(rows.read).axes
     assert len(axes) == 1 and [list(line.get_ydata()) for line in axes[0].lines[:3]] == [[55.0], [55.0], [30.0]]
 

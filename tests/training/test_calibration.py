@@ -12,7 +12,9 @@ from rich.console import Console
 import hf_entmax
 from hf_entmax import alphas, calibrate_alphas, patch_model, softmax_attention, unpatch_model
 from hf_entmax.integration.discovery import attention_sites
-from hf_entmax.training.sensitivity import SHARES, AlphaVector, measure_sensitivity
+from hf_entmax.training.alpha_vector import AlphaVector
+from hf_entmax.training.search import Task
+from hf_entmax.training.sensitivity import SHARES, measure_sensitivity
 
 FAMILIES = {"llama": "decoder_self", "t5": "encoder_self", "bert": "encoder_self"}
 
@@ -171,6 +173,11 @@ def test_what_only_the_batches_that_judge_allow_is_drawn_back():
     assert 0.005 < result.loss_after <= 0.01
 
 
+def _at(vector, place, softening):
+    share = torch.full((vector.count,), SHARES[place], dtype=torch.float64)
+    return vector.softened(share.logit(), softening)
+
+
 def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     model = patch_model(_sharp("llama")).eval()
     vector = AlphaVector(model)
@@ -179,7 +186,7 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     assert (table.cost[:, -1] > 0).all() and attention_sites(model)[0].module.entmax_norm.backend == "auto"
     place = 12
     # The first layer's scores do not depend on any alpha.
-    vector.set_(torch.full((len(vector),), math.log(SHARES[place] / (1 - SHARES[place])), dtype=torch.float64))
+    vector.set_(_at(vector, place, table.softening))
     with torch.no_grad():
         weights = model(**batch, output_attentions=True).attentions[0]
     mask = batch["attention_mask"].bool()
@@ -191,17 +198,17 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
 
 @pytest.mark.parametrize("options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}])
 def test_temperatures_follow_the_alphas(options):
-    """The densities foreseen are those of the model, its slopes those of its loss, and other heads keep a factor of 1."""
+    """The densities foreseen are those of the model, and other heads keep a factor of 1."""
     model = patch_model(_sharp("llama"), length_scaling="constant", **options).eval()
     vector = AlphaVector(model)
     batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
     loss = lambda m, b: m(**b).loss  # noqa: E731
     table = measure_sensitivity(model, [batch], [24], loss, vector)
-    assert float(vector.softening.max()) > 0
+    assert float(table.softening.max()) > 0
     place = 14
-    vector.set_(torch.full((len(vector),), math.log(SHARES[place] / (1 - SHARES[place])), dtype=torch.float64))
+    vector.set_(_at(vector, place, table.softening))
     factor = 1 + hf_entmax.length_scalings(model)["decoder_self"]["s"]
-    expected = (1 / (1 + vector.softening * SHARES[place])).float().view(2, -1).expand(2, 4)
+    expected = (1 / (1 + table.softening * SHARES[place])).float().view(2, -1).expand(2, 4)
     chosen = list(options.get("length_scaling_heads", range(4)))
     assert torch.allclose(factor[:, chosen], expected[:, chosen], atol=1e-6)
     if unscaled := [head for head in range(4) if head not in chosen]:
@@ -214,16 +221,57 @@ def test_temperatures_follow_the_alphas(options):
         assert torch.allclose(table.density[:4, place].float(), kept, atol=1e-6)
     else:
         assert float(table.density[0, place]) == pytest.approx(float(kept.mean()), abs=1e-6)
-    values = torch.linspace(-2, 0, len(vector), dtype=torch.float64)
-    vector.set_(values)
-    slope = vector.slope(loss(model, batch))
-    direction, step = torch.ones_like(values), 0.02
-    ends = []
-    for sign in (1, -1):
-        vector.set_(values + sign * step * direction)
-        with torch.no_grad():
-            ends.append(float(loss(model, batch)))
-    assert float(slope @ direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.05, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}, {"length_scaling": "none"}]
+)
+def test_one_alpha_for_all_softens_every_head_that_has_a_temperature(options):
+    model = patch_model(_sharp("llama"), **{"length_scaling": "constant", **options}).eval()
+    AlphaVector(model).set_(AlphaVector(model).even(0.5))
+    assert torch.allclose(alphas(model)["decoder_self"], torch.full((2, 4), 1.5))
+    if "length_scaling" in options:
+        return
+    factor = 1 + hf_entmax.length_scalings(model)["decoder_self"]["s"]
+    chosen = list(options.get("length_scaling_heads", range(4)))
+    assert torch.allclose(factor[:, chosen], torch.tensor(0.4)) and factor.isnan().sum() == 2 * (4 - len(chosen))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie": "model"}, {"length_scaling_heads": (1, 3)}, {"length_scaling": "none"}]
+)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_slopes_are_those_of_loss_and_soft_density(options, backend):
+    model = patch_model(_sharp("llama"), backend=backend, **{"length_scaling": "constant", **options}).eval()
+    vector = AlphaVector(model)
+    task = Task(model, _batches("llama"), None, vector)
+    middle = vector.even(0.4)
+    values = middle + 0.3 * torch.randn(len(middle), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def both(at):
+        vector.set_(at)
+        loss, density = task.loss_and_density(0)
+        return loss + 3 * density
+
+    slope, step = vector.slope(both(values)), 0.01
+    assert slope.shape == middle.shape and (slope != 0).all()
+    for start in (0, len(slope) // 2):  # alphas, temperatures
+        direction = torch.zeros_like(values)
+        direction[start : start + len(slope) // 2] = 1
+        ends = [float(both(values + sign * step * direction)) for sign in (1, -1)]
+        assert float(slope @ direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.05, abs=2e-4)
+    assert backend == "torch" or attention_sites(model)[0].module.entmax_norm.backend == "auto"
+
+
+def test_lines_go_through_the_alphas_and_end_at_their_ends():
+    vector = AlphaVector(patch_model(_sharp("llama"), length_scaling="constant"))
+    low, high = vector.even(1e-6), vector.even(0.8)
+    assert torch.allclose(vector.between(low, high, 1.0), high) and torch.allclose(vector.between(low, high, 0.0), low)
+    assert torch.allclose(
+        vector.between(low, high, 0.5)[:8].sigmoid(), torch.tensor(0.4, dtype=torch.float64), atol=1e-5
+    )
+    beyond = vector.between(low, high, 9.0)
+    assert (beyond[:8] == vector.top).all() and torch.equal(beyond, vector.clamp(beyond))
 
 
 def test_temperatures_buy_zeros():
