@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=0, help="blocks (default 1) or pairs (default 32) in a batch")
     parser.add_argument("--size", type=int, default=32, help="batches to calibrate on, every fourth only to judge")
     parser.add_argument("--heldout", type=int, default=48, help="batches of test data")
-    parser.add_argument("--steps", type=int, default=80, help="gradient steps on the alphas")
+    parser.add_argument("--steps", type=int, default=60, help="gradient steps on the alphas")
     parser.add_argument("--temperature", action="store_true", help="set a temperature of each head beside its alpha")
     return parser.parse_args()
 

@@ -78,7 +78,7 @@ def calibrate_alphas(
     max_loss_increase: float = 0.01,
     *,
     loss: Loss | None = None,
-    steps: int = 60,
+    steps: int = 0,
     learning_rate: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
@@ -100,9 +100,8 @@ def calibrate_alphas(
     with ``length_scaling="constant"`` has a temperature for each head: its scores are multiplied by ``1 / (1 + r (alpha - 1))``
     with the ``r`` that costs a head least in step 1 and 3 in step 2, and step 3 moves the temperatures as well.
 
-    Alphas fit a small text: on SmolLM2, those fitted to 4,000 tokens raised the loss of other text by 0.12 nats when they were
-    judged on the 4,000 tokens themselves. So every fourth batch is left out of steps 1 and 3, and the loss of these batches
-    decides; at the end all batches together must be within the budget as well. Give at least eight, better thirty, of the kind
+    Alphas fit a small text: every fourth batch is left out of steps 1 and 3, and the loss of these batches decides; at the end
+    all batches together must be within the budget as well. Give at least eight, better thirty, from all over the kind
     of text that the model is for. The result is also kept in ``model.config.entmax_calibration`` and saved with the model.
 
     Args:
@@ -114,7 +113,10 @@ def calibrate_alphas(
         max_loss_increase: at least 0, nats per token over the same model with softmax attention. 0.01 is 1 % of perplexity.
         loss: ``loss(model, batch) -> scalar`` in the place of the model's own, e.g. for an encoder without a head; its
             mean over the batches, weighted by their rows, is then what the budget is on.
-        steps: of 3., at least 0.
+        steps: of 3., at least 0. They learn what the text is like as well, and that pays for zeros which other text has to pay
+            for: on SmolLM2, 60 steps on 8,160 tokens of all of WikiText-2 took 43 % zeros to 70 %, at +2.1 % of perplexity on
+            its test text for a budget of 1 %; on 3,060 tokens of one article to 63 %, at +11 %. Use them with many tokens,
+            and measure on others.
         learning_rate: of Adam in 3., above 0; it falls to 0 on a cosine.
         progress: called with a line of text now and then, e.g. ``print``.
 
