@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from hf_entmax.ops import controllable
 
 from . import head_alphas, length, long_context, pretrained, pretrained_heads, views
-from .rows import CARDS, RESULTS, Row, Rows, distinct, grouped, numbers, order, pick
+from .rows import CARDS, RESULTS, Row, Rows, by_setting, distinct, grouped, numbers, order, pick
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": controllable.softmax,
@@ -80,15 +80,15 @@ def conversion(rows: Rows) -> Figure | None:
         return None
     figure = Figure(figsize=(5.0 * len(groups), 3.6), layout="constrained")
     for axis, (group, measure, what) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
-        runs = {row["command"]: row for row in rows(group)}
         curves = grouped(rows(f"{group}_curve"), "command")
-        for (command,), points in curves.items():
-            if command not in runs or runs[command]["attention"] == "softmax":
-                continue
-            found = [(100 * float(row["density"]), float(row[measure])) for row in pick(points, stage="training")]
-            axis.plot(*zip(*found, strict=True), marker=".", label=conversion_name(runs[command]))
-        if control := pick(runs.values(), attention="softmax"):
-            last = float(curves[control[0]["command"],][-1][measure])
+        sparse = [own for own in by_setting(rows(group)) if own[0]["attention"] != "softmax"]
+        for place, own in enumerate(sparse):
+            for row in own:
+                points = pick(curves.get((row["command"],), []), stage="training")
+                label = conversion_name(row) if row is own[0] else None
+                axis.plot(numbers(points, "density", 100), numbers(points, measure), f".C{place}-", label=label)
+        if control := rows(group, attention="softmax"):
+            last = statistics.fmean(float(curves[row["command"],][-1][measure]) for row in control)
             axis.axhline(last, color="grey", linestyle=":", label="softmax control, at its end")
         axis.invert_xaxis()
         axis.set(xlabel="nonzero attention weights, %", ylabel=what)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from .judging import Finding, found
-from .rows import Row, Rows, column, grouped, mean, numbers, pick, row_table, spread, table
+from .rows import Row, Rows, by_setting, column, grouped, mean, numbers, pick, row_table, spread, table
 
 #: Conversions: group of rows -> what its model is called.
 MODELS = {"convert_encoder": "all-MiniLM-L6-v2", "convert_smollm2": "SmolLM2-135M-Instruct"}
@@ -30,11 +30,7 @@ def settings_of(rows: Rows, group: str) -> list[list[Row]]:
     starts = {
         row["command"]: {f"start_{k}": v for k, v in row.items()} for row in rows(f"{group}_curve", stage="patched")
     }
-    keyed = [
-        {**row, **starts.get(row["command"], {}), "setting": re.sub(r" --seed \d+", "", row["command"])}
-        for row in rows(group)
-    ]
-    groups = list(grouped(keyed, "setting").values())
+    groups = by_setting({**row, **starts.get(row["command"], {})} for row in rows(group))
     return sorted(groups, key=lambda own: (own[0]["attention"] != "softmax", -mean(own, "density")))
 
 

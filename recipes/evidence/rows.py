@@ -57,6 +57,14 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]
     return groups
 
 
+def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows whose commands differ in nothing but the seed, together, in order of first appearance."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[re.sub(r" --seed \d+", "", row["command"])].append(row)
+    return list(groups.values())
+
+
 def numbers(rows: Iterable[Row], name: str, factor: float = 1.0) -> list[float]:
     return [factor * float(row[name]) for row in rows]
 

@@ -11,6 +11,7 @@ from .rows import (
     SITES,
     Row,
     Rows,
+    by_setting,
     column,
     distinct,
     grouped,
@@ -182,13 +183,30 @@ def conformal(rows: Rows) -> str:
 
 
 def conversions(found: list[Row], measure: str, title: str, unit: str) -> str:
-    """What a finished softmax model loses when it is made sparse."""
-    control = next(iter(pick(found, attention="softmax")), None)
-    return row_table(found, {
-        "attention": "attention", "schedule": "schedule",
-        "density target": lambda row: "" if row["density_target"] == "None" else row["density_target"],
-        "distilled": lambda row: "yes" if float(row["distill_logits"]) else "",
-        f"{title} before": (f"{measure}_before",), "after": (measure,), f"lost, {unit}": ("lost",),
-        f"lost to the control, {unit}": lambda row: f"{claims.price(row, control):.2f}" if control else "",
-        "density, %": ("density", 1, 100),
-    })  # fmt: skip
+    """What a finished softmax model loses when it is made sparse: a line for each setting, mean and spread over its seeds."""
+    control = pick(found, attention="softmax")
+    head = [
+        "attention",
+        "seeds",
+        "schedule",
+        "density target",
+        "distilled",
+        f"{title} before",
+        "after",
+        f"lost, {unit}",
+    ]
+    lines = []
+    for own in by_setting(found):
+        first = own[0]
+        target = "" if first["density_target"] == "None" else first["density_target"]
+        cells = [
+            first["attention"],
+            len(own),
+            first["schedule"],
+            target,
+            "yes" if float(first["distill_logits"]) else "",
+        ]
+        cells += [column(own, f"{measure}_before"), column(own, measure), column(own, "lost")]
+        cells += [f"{claims.price(own, control):.2f}" if control else "", column(own, "density", 1, 100)]
+        lines.append(cells)
+    return table([*head, f"lost to the control, {unit}", "density, %"], lines)

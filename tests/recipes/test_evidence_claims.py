@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from recipes.evidence import __main__ as program
-from recipes.evidence import claims, claims_heads, figures, judging
+from recipes.evidence import claims, claims_heads, figures, judging, tables
 from recipes.evidence.page import render
 from recipes.evidence.rows import CARDS, SITES, Rows
 
@@ -159,6 +159,25 @@ def test_conversion_is_judged_against_the_control(rows):
     assert "10.0 % left; 8.00 % perplexity gained against the model before, 4.00 % perplexity lost" in found.here
     rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("learned", 0.1, -9.0, 90.9))
     assert claims.conversions(rows.read)[0].verdict == "found (one seed)"
+
+
+def test_seeds_of_a_conversion_are_one_setting(rows):
+    def seeds(command, *made):
+        return [row | {"command": f"{command} --seed {seed} --x"} for seed, row in enumerate(made)]
+
+    control = seeds("soft", conversion("softmax", 1.0, -10.0, 90.0), conversion("softmax", 1.0, -9.0, 91.0))
+    lucky = seeds("learned", conversion("learned", 0.1, -9.9, 90.1), conversion("learned", 0.2, -4.0, 96.0))
+    steady = seeds("1.5", conversion("1.5", 0.1, -9.0, 91.2), conversion("1.5", 0.12, -8.0, 91.4))
+    rows("convert_lm", *control, *lucky, *steady)
+    (found,) = claims.conversions(rows.read)
+    assert found.verdict == "found (2 seeds)"
+    assert found.here.startswith("best of 2 such conversions: 11.0 ± 1.4 % left; 8.50 % perplexity gained")
+    assert "0.88 % perplexity lost against" in found.here  # 91.3 beside 90.5
+    rows("convert_lm", *control, *steady[:1])
+    assert claims.conversions(rows.read)[0].verdict == "found (one seed)"
+    made = [row | {"perplexity_before": 100.0} for row in (*control, *steady)]
+    table = tables.conversions([{k: str(v) for k, v in row.items()} for row in made], "perplexity", "perplexity", "%")
+    assert "| 1.5 | 2 | anneal |  |  | 100.00 ± 0.00 | 91.30 ± 0.14 | -8.50 ± 0.71 | 0.88 | 11.0 ± 1.4 |" in table
 
 
 @pytest.mark.slow
