@@ -72,6 +72,15 @@ def test_a_causal_model_is_judged_by_its_control(rows):
     rows("convert_smollm2", run("learned", 0.04, 15.5, "0.0"), run("softmax", 1.0, 15.5), longer)
     assert pretrained.findings(rows.read)[0].verdict == "found (one seed)"  # a control that trained for longer is none
     assert "| softmax, 204,800 tokens | 1 | 400 |" in pretrained.conversions(rows.read, "convert_smollm2")
+    faster = run("softmax", 1.0, 15.0)
+    faster["command"] += " --lr 2e-4"
+    dense = run("learned", 0.3, 14.0, "0.1")  # at less loss, but not sparse
+    rows("convert_smollm2", dense, run("learned", 0.04, 15.5, "0.0"), run("softmax", 1.0, 15.5), faster)
+    (finding,) = pretrained.findings(rows.read)  # the better of two controls is the measure
+    assert (
+        finding.verdict == "not found (one seed)" and "4.0 % left, perplexity +3.3 % against the better" in finding.here
+    )
+    assert "| softmax, learning rate 0.0002 | 1 |" in pretrained.conversions(rows.read, "convert_smollm2")
 
 
 def test_budgets_stand_in_order_and_missing_numbers_stay_empty(rows):
