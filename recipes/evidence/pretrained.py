@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -109,15 +109,16 @@ def figure(rows: Rows) -> Figure | None:
     panels = len(groups) + bool(calibrated)
     if not panels:
         return None
-    drawn = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
+    drawn = Figure(figsize=(5.2 * panels, 5.4), layout="constrained")
     axes = drawn.subplots(1, panels, squeeze=False)[0]
+    below: dict[str, Any] = {"fontsize": "small", "loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
     if calibrated:
         for own in calibrated.values():
             points = numbers(own, "heldout_percent"), [100 - value for value in numbers(own, "density", 100)]
             axes[-1].plot(*points, "o-", label=f"{own[0]['model']}: {_calibrated(own[0])}")
         axes[-1].plot(1, 50, "*", color="grey", markersize=10, label="our aim")
         axes[-1].set(xlabel="loss on other text, %", ylabel="weights exactly zero, %", title="No weight trained")
-        axes[-1].legend(fontsize="small")
+        axes[-1].legend(**below)
     for axis, (group, measure, what) in zip(axes, groups, strict=False):
         curves = grouped(rows(f"{group}_curve"), "command")
         for place, own in enumerate(settings_of(rows, group)):
@@ -134,7 +135,11 @@ def figure(rows: Rows) -> Figure | None:
             axis.axhline(before, color="grey", linestyle=":", label="as it came (test)")
         axis.invert_xaxis()
         axis.set(xlabel="nonzero attention weights, %", ylabel=what, title=f"{MODELS[group]}, lines: dev, dots: test")
-        axis.legend(fontsize="small")
+        axis.legend(**below)
+        if group == "convert_smollm2":  # from all weights to a fiftieth of them
+            axis.set_xscale("log")
+            axis.set_xticks((100, 50, 20, 10, 5, 2), ("100", "50", "20", "10", "5", "2"))
+            axis.minorticks_off()
     return drawn
 
 
