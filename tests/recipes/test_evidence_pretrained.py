@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from recipes.evidence import pretrained
+from recipes.evidence import pretrained, pretrained_heads
 from recipes.evidence.rows import Rows
 
 
@@ -13,7 +13,9 @@ def rows(tmp_path):
     """A folder of results; the function writes a group's rows into it."""
 
     def write(group, *entries):
-        with open(tmp_path / f"{group}.csv", "w", newline="", encoding="utf-8") as lines:
+        path = tmp_path / f"{group}.csv"
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(entries[0]))
             writer.writeheader()
             writer.writerows(entries)
@@ -114,3 +116,18 @@ def test_the_figure_has_a_panel_for_each_model_with_rows(rows):
     rows("convert_encoder_curve", {"command": row["command"], "stage": "training", "density": 0.5, "spearman": 0.999})
     (axis,) = pretrained.figure(rows.read).axes
     assert [list(line.get_xdata()) for line in axis.lines][:2] == [[50.0], [10.0]]
+
+
+def test_a_role_that_only_some_models_play_better_is_said_so(rows):
+    sure = {"SmolLM2": 0.75, "made sparse": 0.94, "softened": 0.74}
+    heads = [{"model": model, "site": "decoder_self", "layer": 1, "head": 2, "confidence_previous": value,
+              "subword_merging_multi": value / 2 if model == "SmolLM2" else 0.9} for model, value in sure.items()]  # fmt: skip
+    rows("head_analysis_smollm2/heads", *heads)
+    sites = [{"model": model, "head_diversity": 0.1 + 0.01 * place} for place, model in enumerate(sure)]
+    rows("head_analysis_smollm2/sites", *sites)
+    previous, subwords, diverse = pretrained_heads.findings(rows.read)
+    assert previous.here == "SmolLM2 75.0 %, made sparse 94.0 %, softened 74.0 %"
+    assert previous.verdict == "found for made sparse only (one seed)" and subwords.verdict == "found (one seed)"
+    assert diverse.here == "SmolLM2 0.100, made sparse 0.110, softened 0.120" and diverse.verdict == "found (one seed)"
+    rows("head_analysis_smollm2/sites", sites[0], *({**site, "head_diversity": 0.05} for site in sites[1:]))
+    assert pretrained_heads.findings(rows.read)[2].verdict == "not found (one seed)"
