@@ -1,4 +1,4 @@
-"""What the heads of a real language model do before and after it was made sparse."""
+"""What the heads of real pretrained models do before and after they were made sparse."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from .judging import Finding, found
 from .rows import Rows, distinct, numbers, pick, table
 
 GROUP = "head_analysis_smollm2"
+ENCODER = "head_analysis_minilm"
+#: The analyses, and how the findings call their models.
+ANALYSED = {GROUP: "SmolLM2", ENCODER: "MiniLM"}
 
 #: Column of the head analysis, what it says about a head, and the figure of Correia et al. 2019 that looks at it.
 MEASURES = {
@@ -19,20 +22,27 @@ MEASURES = {
     "first_mass": ("first token", ""),
     "confidence_current": ("the token itself", ""),
     "punctuation_mass": ("punctuation", ""),
+    "interrogation": ("question mark", "9"),  # encoders only: a decoder's words do not see the end of their sentence
 }
 
 
-def _models(rows: Rows) -> list[str]:
+def _models(rows: Rows, group: str) -> list[str]:
     """The names of the model as it came and of those made from it."""
-    return distinct(rows(f"{GROUP}/sites"), "model")
+    return distinct(rows(f"{group}/sites"), "model")
 
 
-def summary(rows: Rows) -> str:
+def _seen(rows: Rows, group: str) -> dict[str, tuple[str, str]]:
+    """The measures that the analysis has of any head."""
+    heads = rows(f"{group}/heads")
+    return {name: entry for name, entry in MEASURES.items() if any(row.get(name) for row in heads)}
+
+
+def summary(rows: Rows, group: str = GROUP) -> str:
     """Density, diversity and roles of all heads, and the surest head for each role."""
-    models = _models(rows)
-    sites = [pick(rows(f"{GROUP}/sites"), model=model)[0] for model in models]
-    heads = [pick(rows(f"{GROUP}/heads"), model=model) for model in models]
-    previous = [pick(rows(f"{GROUP}/positions"), model=model, offset="-1")[0] for model in models]
+    models = _models(rows, group)
+    sites = [pick(rows(f"{group}/sites"), model=model)[0] for model in models]
+    heads = [pick(rows(f"{group}/heads"), model=model) for model in models]
+    previous = [pick(rows(f"{group}/positions"), model=model, offset="-1")[0] for model in models]
     lines: list[list[object]] = [
         ["nonzero weights, %", *(f"{100 * float(site['density']):.1f}" for site in sites)],
         ["keys with weight per query", *(f"{float(site['mean_support']):.1f}" for site in sites)],
@@ -45,7 +55,7 @@ def summary(rows: Rows) -> str:
         lines.append([f"heads by role: {title}", *(len(pick(own, role=role)) for own in heads)])
     resting = [sum(float(row["first_mass"]) > 0.9 for row in own) for own in heads]
     lines.append(["heads that give the first token more than 90 %", *resting])
-    for name, (title, _) in MEASURES.items():
+    for name, (title, _) in _seen(rows, group).items():
         best = [surest(own, model, name) for own, model in zip(heads, models, strict=True)]
         shown = (f"{100 * float(row[name]):.1f} ({row['layer']}.{row['head']})" for row in best)
         lines.append([f"surest head, {title}, %", *shown])
@@ -53,30 +63,38 @@ def summary(rows: Rows) -> str:
 
 
 def findings(rows: Rows) -> list[Finding]:
-    """Figures 6 to 9 of Correia et al. 2019 on a model that had its heads before it was made sparse."""
-    if not rows(f"{GROUP}/sites"):
-        return []
-    before, *after = _models(rows)
-    heads, sites = rows(f"{GROUP}/heads"), rows(f"{GROUP}/sites")
+    """Figures 6 to 9 of Correia et al. 2019 on models that had their heads before they were made sparse."""
+    return [
+        finding
+        for group, name in ANALYSED.items()
+        if rows(f"{group}/sites")
+        for finding in _findings(rows, group, name)
+    ]
+
+
+def _findings(rows: Rows, group: str, called: str) -> list[Finding]:
+    before, *after = _models(rows, group)
+    heads, sites = rows(f"{group}/heads"), rows(f"{group}/sites")
     made = []
 
-    def judge(claim: str, paper: str, values: dict[str, float], unit: str) -> None:
+    def judge(figure: str, claim: str, paper: str, values: dict[str, float], unit: str) -> None:
         higher = [name for name in after if values[name] > values[before]]
-        verdict = (
-            found(bool(higher), "one seed")
-            if len(higher) in (0, len(after))
-            else f"found for {higher[0]} only (one seed)"
-        )
+        agree = len(higher) in (0, len(after))
+        verdict = found(bool(higher), "one seed") if agree else f"found for {higher[0]} only (one seed)"
+        if unit and max(values.values()) <= 50:
+            verdict = "not found: no such head in any model"
+        elif unit and values[before] > 99.5:
+            verdict = "not to be told: sure before"
         here = ", ".join(f"{name} {value:.1f} %" if unit else f"{name} {value:.3f}" for name, value in values.items())
-        made.append(Finding(f"Correia et al., figure {claim}", paper, here, verdict))
+        made.append(Finding(f"Correia et al., figure {figure}, {called}: {claim}", paper, here, verdict))
 
-    for name, (title, figure) in MEASURES.items():
+    for name, (title, figure) in _seen(rows, group).items():
         if figure:
             values = {model: 100 * float(surest(heads, model, name)[name]) for model in (before, *after)}
-            claim = f"{figure}, SmolLM2: the surest head for the {title} gets surer when it is sparse"
-            judge(claim, "surer with learned alpha", values, "%")
+            claim = f"the surest head for the {title} gets surer when it is sparse"
+            judge(figure, claim, "surer with learned alpha", values, "%")
     js = {model: float(pick(sites, model=model)[0]["head_diversity"]) for model in (before, *after)}
-    judge("6, SmolLM2: sparse heads are more diverse", "in every layer", js, "")
+    judge("6", "sparse heads are more diverse", "in every layer", js, "")
     return made
 
 
@@ -84,7 +102,7 @@ def figure(rows: Rows) -> Figure | None:
     """Every head before and after: its largest weight, its weight on the previous and on the first token."""
     if not rows(f"{GROUP}/sites"):
         return None
-    before, after = (pick(rows(f"{GROUP}/heads"), model=model) for model in _models(rows)[:2])
+    before, after = (pick(rows(f"{GROUP}/heads"), model=model) for model in _models(rows, GROUP)[:2])
     drawn = Figure(figsize=(11, 3.9), layout="constrained")
     shown = {"max_weight": "largest weight", "confidence_previous": "on the previous token"}
     shown["first_mass"] = "on the first token"

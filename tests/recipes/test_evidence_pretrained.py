@@ -129,5 +129,11 @@ def test_a_role_that_only_some_models_play_better_is_said_so(rows):
     assert previous.here == "SmolLM2 75.0 %, made sparse 94.0 %, softened 74.0 %"
     assert previous.verdict == "found for made sparse only (one seed)" and subwords.verdict == "found (one seed)"
     assert diverse.here == "SmolLM2 0.100, made sparse 0.110, softened 0.120" and diverse.verdict == "found (one seed)"
+    for value, verdict in ((0.5, "not found: no such head in any model"), (0.997, "not to be told: sure before")):
+        rows("head_analysis_smollm2/heads", *({**head, "confidence_previous": value} for head in heads))
+        assert pretrained_heads.findings(rows.read)[0].verdict == verdict
+    rows("head_analysis_smollm2/heads", *({**head, "interrogation": 0.3} for head in heads))
+    assert pretrained_heads.findings(rows.read)[2].claim.startswith("Correia et al., figure 9, SmolLM2")
+    rows("head_analysis_smollm2/heads", *heads)
     rows("head_analysis_smollm2/sites", sites[0], *({**site, "head_diversity": 0.05} for site in sites[1:]))
     assert pretrained_heads.findings(rows.read)[2].verdict == "not found (one seed)"
