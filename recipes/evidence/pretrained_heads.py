@@ -22,6 +22,7 @@ MEASURES = {
     "first_mass": ("first token", ""),
     "confidence_current": ("the token itself", ""),
     "punctuation_mass": ("punctuation", ""),
+    "dependency_accuracy": ("syntactic head of the word, accuracy", ""),
     "interrogation": ("question mark", "9"),  # encoders only: a decoder's words do not see the end of their sentence
 }
 
@@ -59,6 +60,11 @@ def summary(rows: Rows, group: str = GROUP) -> str:
         best = [surest(own, model, name) for own, model in zip(heads, models, strict=True)]
         shown = (f"{100 * float(row[name]):.1f} ({row['layer']}.{row['head']})" for row in best)
         lines.append([f"surest head, {title}, %", *shown])
+    if found_roles := rows(f"{group}/roles", role="induction"):
+        best = [surest(found_roles, model, "score") for model in models]
+        shown = (f"{100 * float(row['score']):.1f} ({row['layer']}.{row['head']})" for row in best)
+        chance = f"{100 * float(best[0]['chance']):.1f}"
+        lines.append([f"surest head, what followed the same token before (induction; by chance {chance}), %", *shown])
     return table([f"{len(heads[0])} heads", *models], lines)
 
 

@@ -137,3 +137,21 @@ def test_a_role_that_only_some_models_play_better_is_said_so(rows):
     rows("head_analysis_smollm2/heads", *heads)
     rows("head_analysis_smollm2/sites", sites[0], *({**site, "head_diversity": 0.05} for site in sites[1:]))
     assert pretrained_heads.findings(rows.read)[2].verdict == "not found (one seed)"
+
+
+def test_the_table_of_heads_has_induction_beside_its_chance(rows):
+    models = ("MiniLM", "softened")
+    sites = {"density": 0.5, "mean_support": 3, "max_weight": 0.4, "head_diversity": 0.1}
+    rows("head_analysis_minilm/sites", *({"model": model, **sites} for model in models))
+    rows("head_analysis_minilm/positions", *({"model": model, "offset": -1, "positional_heads": 1} for model in models))
+    heads = [{"model": model, "layer": 0, "head": head, "first_mass": 0.95 * head, "role": "first" if head else "",
+              "confidence_previous": "", "dependency_accuracy": 0.2 + 0.1 * head} for model in models for head in (0, 1)]  # fmt: skip
+    rows("head_analysis_minilm/heads", *heads)
+    roles = [{"model": model, "layer": 2, "head": head, "role": role, "score": 0.3 + 0.1 * head, "chance": 0.07}
+             for model in models for head in (0, 1) for role in ("induction", "repeated")]  # fmt: skip
+    table = pretrained_heads.summary(rows.read, pretrained_heads.ENCODER)
+    assert "induction" not in table and "previous token, %" not in table and "| 95.0 (0.1) | 95.0 (0.1) |" in table
+    assert "| surest head, syntactic head of the word, accuracy, % | 30.0 (0.1) | 30.0 (0.1) |" in table
+    rows("head_analysis_minilm/roles", *roles)
+    table = pretrained_heads.summary(rows.read, pretrained_heads.ENCODER)
+    assert "(induction; by chance 7.0), % | 40.0 (2.1) | 40.0 (2.1) |" in table
