@@ -65,13 +65,21 @@ def translation(rows: Rows) -> str:
     for row in rows("translation"):
         second = re.search(r"test_2017_flickr:bleu=([\d.]+),", row["tests"])
         found.append({**row, "bleu_2017": second[1] if second else ""})
-    return settings_table(found, {
-        "BLEU 2016": ("bleu",), "chrF 2016": ("chrf",), "BLEU 2017": ("bleu_2017",),
-        "density enc, %": ("density_encoder_self", 1, 100), "cross": ("density_cross", 1, 100),
-        "dec": ("density_decoder_self", 1, 100),
-        "JS enc": ("js_encoder_self",), "cross ": ("js_cross",), "dec ": ("js_decoder_self",),
-        "certified best, %": ("optimal", 1), "words possible": ("output_support", 1),
-    })  # fmt: skip
+    scores = {"BLEU 2016": ("bleu",), "chrF 2016": ("chrf",), "BLEU 2017": ("bleu_2017",)}
+    return settings_table(found, {**scores, **TRANSLATION})
+
+
+def second_pair(rows: Rows) -> str:
+    """The same of Japanese to English."""
+    return settings_table(rows("translation_enja"), {"BLEU": ("bleu",), "chrF": ("chrf",), **TRANSLATION})
+
+
+TRANSLATION: dict[str, tuple[str | int | float, ...]] = {
+    "density enc, %": ("density_encoder_self", 1, 100), "cross": ("density_cross", 1, 100),
+    "dec": ("density_decoder_self", 1, 100),
+    "JS enc": ("js_encoder_self",), "cross ": ("js_cross",), "dec ": ("js_decoder_self",),
+    "certified best, %": ("optimal", 1), "words possible": ("output_support", 1),
+}  # fmt: skip
 
 
 def speeds(rows: Rows) -> str:

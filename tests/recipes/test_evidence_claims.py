@@ -101,6 +101,30 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
     assert "After 72 epochs:" in text and "| 1.5 / 1.5 | 74.00 ± 1.00 | 3 | 76.00 |" in text
 
 
+def test_a_second_pair_of_languages_has_claims_and_a_table_of_its_own(rows):
+    def row(attention, output, bleu):
+        command = f"python recipes/translation.py --config recipes/configs/translation_enja.yaml --seed 0 --attention {attention}"
+        return {"attention": attention, "output_alpha": output, "bleu": bleu, "command": command, "tests": "test:bleu=1",
+                "output_support": 9, "density_cross": 0.25, "support_cross": 2.0,
+                "js_cross": "", "train_seconds": 60, "hardware": "a CPU", "versions": "1"}  # fmt: skip
+
+    rows("translation", row("softmax", "1.0", 30.0), row("2.0", "2.0", 31.0))
+    rows(
+        "translation_enja", row("softmax", "1.0", 20.0), row("1.5", "1.5", 19.0), row("2.0", "2.0", 18.0),
+        row("1.5", "1.0", 19.8), row("learned", "1.0", 19.6),
+    )  # fmt: skip
+    german, *japanese = claims.translation(rows.read)
+    assert (
+        "(de-en): softmax translates better than sparsemax" in german.claim and german.verdict == "not found (one seed)"
+    )
+    assert [(finding.paper, finding.holds) for finding in japanese] == [
+        ("+0.33 BLEU", False), ("+1.68 BLEU", True), ("+0.56 BLEU", True), ("+0.17 BLEU", False),
+    ]  # fmt: skip
+    text = render("results.md.j2", rows.read.folder)
+    assert "Translation, Japanese to English" in text and "English words each, Japanese in pieces), 4 epochs" in text
+    assert "| 1.0 / learned | 1 | 19.60 |" in text
+
+
 def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
     def row(attention, *js):
         return {"attention": attention, "output_alpha": "1.0", "bleu": 30.0, "output_support": 9,
