@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gzip
 import hashlib
+import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -118,6 +119,24 @@ def treebank(repository: Path) -> Files:
         yield f"ud/{repository.resolve().name.removeprefix('UD_')}/{path.name.removesuffix('.gz')}", content(path)
 
 
+def alignments(repository: Path) -> Files:
+    """German and English sentences whose words were aligned by hand; links beyond a sentence are left out."""
+    name = "German-English_WordAlignment"
+    with zipfile.ZipFile(repository / f"{name}.zip") as archive:
+        german, english, gold = (
+            archive.read(f"{name}/{file}").decode("utf-8-sig").splitlines()
+            for file in ("test.de", "test.en", "de-en.wa")
+        )
+    lines = []
+    for number, (*texts, links) in enumerate(zip(german, english, gold, strict=True), 1):
+        source, target = (text.split() for text in texts)
+        sure = sorted([int(place) for place in link.split("-")] for link in links.split())
+        sure = [link for link in sure if link[0] < len(source) and link[1] < len(target)]
+        row = {"id": f"deen-{number}", "src": source, "tgt": target, "sure": sure, "possible": []}
+        lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+    yield "alignments/de-en.jsonl", "".join(f"{line}\n" for line in lines).encode()
+
+
 _MULTI30K = tuple(
     (f"data/task1/raw/{split}.*", "mt/multi30k_task1_raw")
     for split in ("train", "val", "test_2016_flickr", "test_2017_flickr")
@@ -131,9 +150,11 @@ _ENJA = (("*.en", "mt/small_parallel_enja"), ("*.ja", "mt/small_parallel_enja"))
 _SCITLDR = (("SciTLDR-Data/SciTLDR-A/*.jsonl", "summ/scitldr-a"),)
 _SHAKESPEARE = (("data/tinyshakespeare/input.txt", "lm/tinyshakespeare"),)
 _WIKITEXT = (("word_language_model/data/wikitext-2/*.txt", "lm/wikitext-2"),)
-_PUD = "https://github.com/UniversalDependencies/UD_English-PUD"
+_EWT = tuple((f"en_ewt-ud-{split}.conllu*", "ud/English-EWT") for split in ("train", "dev"))
+_UD = "https://github.com/UniversalDependencies"
 
 SETS = {
+    "alignments": PublicSet("https://github.com/bicici/SMTData", "f102ddd07abfa587", more=alignments),
     "enja": PublicSet("https://github.com/odashi/small_parallel_enja", "682492058972a8e0", _ENJA),
     "inflection": PublicSet("https://github.com/sigmorphon/conll2018", "9c4ba7e76f1323f1", more=inflection),
     "mulan": PublicSet("https://github.com/tsoumakas/mulan", "842e68c05f192a1e", _MULAN),
@@ -141,7 +162,9 @@ SETS = {
     "scitldr": PublicSet("https://github.com/allenai/scitldr", "5b9cd03e3c0373e5", _SCITLDR),
     "shakespeare": PublicSet("https://github.com/karpathy/char-rnn", "643b200a345deffd", _SHAKESPEARE),
     "tatoeba": PublicSet("https://www.manythings.org/anki/deu-eng.zip", "482610b641058a89", more=tatoeba),
-    "treebank": PublicSet(_PUD, "b1dc5cc2101f0d94", more=treebank),
+    "treebank": PublicSet(f"{_UD}/UD_English-PUD", "b1dc5cc2101f0d94", more=treebank),
+    "treebank-ewt": PublicSet(f"{_UD}/UD_English-EWT", "ebe4b4d44ec07e8f", _EWT),
+    "treebank-german": PublicSet(f"{_UD}/UD_German-PUD", "4afff20657d91f7d", more=treebank),
     "wikitext-2": PublicSet("https://github.com/pytorch/examples", "f565b10fea033a4c", _WIKITEXT),
 }
 

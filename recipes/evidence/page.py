@@ -19,14 +19,14 @@ from . import (
     tables,
     views,
 )
-from .rows import CARDS, RESULTS, ROOT, Rows, column, commands, machines, origin
+from .rows import CARDS, RESULTS, ROOT, Rows, column, commands, data, machines, origin
 
 #: Templates, by the page that is made of them.
 PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
 #: What templates may call, by its name.
 CALLED = (claims, head_alphas, length, long_context, mappings, pretrained, pretrained_heads, tables, views)
-CALLED += (column, commands, machines, origin)
+CALLED += (column, commands, data, machines, origin)
 
 
 def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figures") -> str:

@@ -139,12 +139,17 @@ def commands(rows: Sequence[Row]) -> str:
     return f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n{machines(rows)}."
 
 
+def data(*sets: str) -> str:
+    """The fingerprints of public data sets; empty for what a recipe makes up itself."""
+    named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
+    return f"Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""
+
+
 def origin(rows: Sequence[Row], *sets: str) -> str:
     """The commands, the hours, the hardware, and the fingerprints of public data sets."""
     hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
     trained = sum(row.get("train_seconds") != "" for row in rows)  # other rows test a model of one of these
     runs = {0: "No run", 1: "One run"}.get(trained, f"{trained} runs")
-    named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
-    data = f" Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""
     called, _, where = commands(rows).rpartition("\n\n")
-    return f"{called}\n\n{runs}, {hours:.1f} hours of training beside other work on the same two cores. {where}{data}\n"
+    where = f"{where} {data(*sets)}".rstrip()
+    return f"{called}\n\n{runs}, {hours:.1f} hours of training beside other work on the same two cores. {where}\n"

@@ -13,6 +13,7 @@ from .rows import (
     Rows,
     by_setting,
     column,
+    data,
     distinct,
     grouped,
     machines,
@@ -104,10 +105,10 @@ def speed_commands(rows: Rows) -> str:
     return "".join(f"    {command}\n" for command in sorted(commands))
 
 
-def long_context_commands(found: list[Row]) -> str:
-    """How rows were measured, and where."""
+def measured(found: list[Row], *sets: str) -> str:
+    """How rows were measured, where, and with which public data."""
     commands = "".join(f"    {command}\n" for command in distinct(found, "command"))
-    return f"{commands}\n{machines(found)}.\n"
+    return f"{commands}\n{machines(found)}. {data(*sets)}\n"
 
 
 def sites(rows: Rows) -> str:

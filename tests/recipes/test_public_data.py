@@ -15,6 +15,7 @@ import language_modeling
 import translation
 from common.settings import parse
 from hf_entmax.analysis.reading import tables
+from hf_entmax.analysis.reading.alignments import read_alignments
 from public_data import SETS, lay_out
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,21 @@ def test_the_fingerprint_is_that_of_names_and_contents(tmp_path):
     zipped.with_name(f"{zipped.name}.gz").write_bytes(gzip.compress(zipped.read_bytes()))
     zipped.unlink()
     assert lay_out("treebank", tmp_path / "UD_English-A", tmp_path / "out") == first
+
+
+def test_alignments_keep_the_links_between_words_that_there_are(tmp_path):
+    with zipfile.ZipFile(tmp_path / "German-English_WordAlignment.zip", "w") as archive:
+        for name, text in (
+            ("test.de", "\ufeffein haus .\nja\n"), ("test.en", "a house .\nyes\n"), ("de-en.wa", "2-2 0-0 1-1\n0-0 1-0\n"),
+        ):  # fmt: skip
+            archive.writestr(f"German-English_WordAlignment/{name}", text)
+    lay_out("alignments", tmp_path, tmp_path / "out")
+    pairs = read_alignments(tmp_path / "out" / "alignments" / "de-en.jsonl.gz")
+    assert [(pair.source[-1], pair.target[-1], pair.sure) for pair in pairs] == [
+        (".", ".", ((0, 0), (1, 1), (2, 2))),
+        ("ja", "yes", ((0, 0),)),
+    ]
+    assert pairs[0].source[0] == "ein"
 
 
 @pytest.mark.parametrize("name", list(SETS))
@@ -139,6 +155,8 @@ PLACES = {
     "shakespeare": ("lm/tinyshakespeare", "data/tinyshakespeare"),
     "wikitext-2": ("lm/wikitext-2", "word_language_model/data/wikitext-2"),
     "treebank": ("ud/English-PUD", "."),
+    "treebank-ewt": ("ud/English-EWT", "."),
+    "treebank-german": ("ud/German-PUD", "."),
     "mulan": ("multilabel", "data/multi-label"),
 }
 
@@ -156,10 +174,10 @@ class TestRealData:
             assert ours.read_bytes() == theirs.read_bytes() or text_of(ours) == text_of(theirs), path
         return len(written)
 
-    @pytest.mark.parametrize(("name", "files"), zip(PLACES, (15, 6, 3, 1, 3, 1, 9), strict=True))
+    @pytest.mark.parametrize(("name", "files"), zip(PLACES, (15, 6, 3, 1, 3, 1, 2, 1, 9), strict=True))
     def test_files(self, name, files, tmp_path):
         folder, place = PLACES[name]
-        clone = tmp_path / "UD_English-PUD"
+        clone = tmp_path / f"UD_{Path(folder).name}"
         for path in (path for path in (DATA / folder).rglob("*") if path.is_file()):
             copy = clone / place / path.relative_to(DATA / folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
