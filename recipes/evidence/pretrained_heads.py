@@ -15,6 +15,9 @@ ENCODER = "head_analysis_minilm"
 #: The analyses, and how the findings call their models.
 ANALYSED = {GROUP: "SmolLM2", ENCODER: "MiniLM"}
 
+#: Densities of two sentences that are that far apart are sparse here and dense there, points.
+CONTRAST = 50
+
 #: Column of the head analysis, what it says about a head, and the figure of Correia et al. 2019 that looks at it.
 MEASURES = {
     "confidence_previous": ("previous token", "7"),
@@ -101,7 +104,27 @@ def _findings(rows: Rows, group: str, called: str) -> list[Finding]:
             judge(figure, claim, "surer with learned alpha", values, "%")
     js = {model: float(pick(sites, model=model)[0]["head_diversity"]) for model in (before, *after)}
     judge("6", "sparse heads are more diverse", "in every layer", js, "")
-    return made
+    return made + _contrasts(rows, group, called)
+
+
+def _contrasts(rows: Rows, group: str, called: str) -> list[Finding]:
+    """Figure 10: pairs of sentences of similar length, by the classes of `hf_entmax.analysis.statistics.sentences`."""
+    pairs = [row for row in rows(f"{group}/sentences") if row["longest"]]  # the longest class has no bound
+    if not pairs:
+        return []
+    few, many = (lambda row: 100 * float(row["sparse_density"])), (lambda row: 100 * float(row["dense_density"]))
+    apart = {(row["layer"], row["head"]) for row in pairs if many(row) - few(row) >= CONTRAST}
+    widest = max(pairs, key=lambda row: many(row) - few(row))
+    of = len(pick(rows(f"{group}/heads"), model=pairs[0]["model"]))
+    here = f"{len(apart)} of {of} heads differ by {CONTRAST} points and more; head {widest['layer']}.{widest['head']} keeps "
+    here += (
+        f"{few(widest):.1f} % of its weights in one sentence and {many(widest):.1f} % in another, neither longer than "
+    )
+    here += f"{widest['longest']} tokens"
+    claim = (
+        f"Correia et al., figure 10, {called}: a head is sparse in one sentence and dense in another of similar length"
+    )
+    return [Finding(claim, "shown", here, found(bool(apart), "one seed"))]
 
 
 def figure(rows: Rows) -> Figure | None:

@@ -139,6 +139,22 @@ def test_a_role_that_only_some_models_play_better_is_said_so(rows):
     assert pretrained_heads.findings(rows.read)[2].verdict == "not found (one seed)"
 
 
+def test_a_head_has_to_be_sparse_here_and_dense_there_in_sentences_whose_length_is_bounded(rows):
+    models = [{"model": model, "layer": 1, "head": 2, "head_diversity": 0.1} for model in ("MiniLM", "softened")]
+    rows("head_analysis_minilm/sites", *models)
+    rows("head_analysis_minilm/heads", *models)
+    pair = {"model": "softened", "layer": 1, "head": 2, "longest": 16, "sparse_density": 0.1}
+    rows(
+        "head_analysis_minilm/sentences", {**pair, "dense_density": 0.7}, {**pair, "longest": "", "dense_density": 0.9}
+    )
+    *_, contrast = pretrained_heads.findings(rows.read)
+    assert contrast.here.startswith("1 of 1 heads differ") and "10.0 % of its weights" in contrast.here
+    assert "70.0 % in another, neither longer than 16 tokens" in contrast.here and contrast.holds
+    rows("head_analysis_minilm/sentences", {**pair, "dense_density": 0.55})
+    *_, contrast = pretrained_heads.findings(rows.read)
+    assert contrast.here.startswith("0 of 1 heads") and contrast.verdict == "not found (one seed)"
+
+
 def test_the_table_of_heads_has_induction_beside_its_chance(rows):
     models = ("MiniLM", "softened")
     sites = {"density": 0.5, "mean_support": 3, "max_weight": 0.4, "head_diversity": 0.1}
