@@ -149,6 +149,19 @@ def translation(rows: Rows) -> list[Finding]:
     return findings
 
 
+def encoders(rows: Rows) -> list[Finding]:
+    """Which language a word form is from: the first table of Peters et al., asked of an encoder with a head of labels."""
+    findings = []
+    for claim, better, margin in (
+        ("a sparse output (1.5) classifies better than softmax", ("1.5", "softmax"), 0.0),
+        ("attention with alpha 1.5 is as good as softmax", ("1.0", "1.5"), MARGIN),
+        ("attention with learned alpha is as good as softmax", ("1.0", "learned"), MARGIN),
+    ):
+        whole = f"Beside the papers, 94 languages: {claim}"
+        findings += compare(rows("classification"), whole, "", better, SOFTMAX, "accuracy", "%", margin)
+    return findings
+
+
 def alternatives(rows: Rows) -> list[Finding]:
     """Laha et al., table 2: their mappings as attention, in translation (the paper: French) and summarisation."""
     findings = []
@@ -224,7 +237,7 @@ def price(own: Sequence[Row], control: Sequence[Row]) -> float:
 
 
 CLAIMS: tuple[Callable[[Rows], list[Finding]], ...] = (
-    morphology, ensembles, certainty, grid, translation, alternatives,
+    morphology, ensembles, certainty, grid, translation, encoders, alternatives,
     head_alphas.findings, claims_heads.diversity, claims_heads.roles, claims_heads.letters,
     speed, lambdas, conversions, pretrained.findings, pretrained_heads.findings,
 )  # fmt: skip

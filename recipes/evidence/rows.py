@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -74,9 +75,12 @@ def mean(rows: Iterable[Row], name: str) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and, of several, the sample standard deviation."""
-    found = f"{statistics.fmean(values):.{digits}f}"
-    return found if len(values) == 1 else f"{found} ± {statistics.stdev(values):.{digits}f}"
+    """Mean and, of several finite numbers, the sample standard deviation."""
+    middle = statistics.fmean(values)
+    found = f"{middle:.{digits}f}"
+    return (
+        found if len(values) == 1 or not math.isfinite(middle) else f"{found} ± {statistics.stdev(values):.{digits}f}"
+    )
 
 
 def column(rows: Sequence[Row], name: str, digits: int = 2, factor: float = 1.0) -> str:

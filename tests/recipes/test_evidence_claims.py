@@ -7,7 +7,7 @@ import pytest
 from recipes.evidence import __main__ as program
 from recipes.evidence import claims, claims_heads, figures, judging, tables
 from recipes.evidence.page import render
-from recipes.evidence.rows import CARDS, SITES, Rows
+from recipes.evidence.rows import CARDS, SITES, Rows, spread
 
 
 @pytest.fixture
@@ -123,6 +123,18 @@ def test_a_second_pair_of_languages_has_claims_and_a_table_of_its_own(rows):
     text = render("results.md.j2", rows.read.folder)
     assert "Translation, Japanese to English" in text and "English words each, Japanese in pieces), 4 epochs" in text
     assert "| 1.0 / learned | 1 | 19.60 |" in text
+
+
+def test_encoders_and_seeds_whose_perplexity_is_infinite(rows):
+    def row(attention, output, accuracy):
+        return {"attention": attention, "output_alpha": output, "accuracy": accuracy}
+
+    rows("classification", *(row("softmax", "1.0", 60.0 + seed) for seed in (0, 0.2)),
+         *(row("softmax", "1.5", 62.0 + seed) for seed in (0, 0.2)), row("learned", "1.0", 59.7))  # fmt: skip
+    output, learned = claims.encoders(rows.read)
+    assert output.here == "+2.00 %: 62.10 (2 seeds) against 60.10 (2 seeds)" and output.verdict == "found"
+    assert learned.verdict == "not found (one seed)"
+    assert spread([float("inf"), float("inf")]) == "inf" and spread([1.0, 3.0]) == "2.00 ± 1.41"
 
 
 def test_every_site_has_to_be_more_diverse_and_is_read_by_itself(rows):
