@@ -55,16 +55,29 @@ def epochs(rows: list[Row]) -> int:
 
 def ensembles(rows: Rows) -> list[Finding]:
     """Peters et al., table 1: averaging the probabilities of three models helps, softmax most."""
-    every = rows("inflection")
-    alone = grouped(pick(every, ensemble=""), "output_alpha", "attention")
-    together = grouped([row for row in every if row["ensemble"]], "output_alpha", "attention")
-    gains = {key: float(row["accuracy"]) - mean(alone[key], "accuracy") for key, (row, *_) in together.items()}
-    if not gains:
-        return []
-    papers = [MORPHOLOGY_PAPER[key][1] - MORPHOLOGY_PAPER[key][0] for key in gains if key in MORPHOLOGY_PAPER]
-    paper, here = (f"{min(each):+.2f} to {max(each):+.2f} %" for each in (papers, list(gains.values())))
-    claim = "Peters et al., table 1: an ensemble of three is better than its members"
-    return [Finding(claim, paper, f"{here} ({len(gains)} settings)", found(min(gains.values()) > 0))]
+    findings = []
+    for group in ("inflection", "inflection_epochs"):
+        every = rows(group)
+        alone = grouped(pick(every, ensemble=""), "output_alpha", "attention")
+        together = grouped([row for row in every if row["ensemble"]], "output_alpha", "attention")
+        gains = {key: float(row["accuracy"]) - mean(alone[key], "accuracy") for key, (row, *_) in together.items()}
+        if not gains:
+            continue
+        papers = [MORPHOLOGY_PAPER[key][1] - MORPHOLOGY_PAPER[key][0] for key in gains if key in MORPHOLOGY_PAPER]
+        paper, here = (
+            f"{min(each):+.2f} to {max(each):+.2f} %" if each else "" for each in (papers, list(gains.values()))
+        )
+        claim = "Peters et al., table 1: an ensemble of three is better than its members"
+        claim += f" (after {epochs(every)} epochs)" if group == "inflection_epochs" else ""
+        findings.append(
+            Finding(
+                claim,
+                paper,
+                f"{here} ({len(gains)} setting{'s' if len(gains) > 1 else ''})",
+                found(min(gains.values()) > 0),
+            )
+        )
+    return findings
 
 
 def certainty(rows: Rows) -> list[Finding]:
