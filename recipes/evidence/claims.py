@@ -64,12 +64,17 @@ def ensembles(rows: Rows) -> list[Finding]:
         if not gains:
             continue
         papers = [MORPHOLOGY_PAPER[key][1] - MORPHOLOGY_PAPER[key][0] for key in gains if key in MORPHOLOGY_PAPER]
-        paper, here = (f"{min(each):+.2f} to {max(each):+.2f} %" if each else "" for each in (papers, gains.values()))
         claim = "Peters et al., table 1: an ensemble of three is better than its members"
         claim += f" (after {epochs(every)} epochs)" if group == "inflection_epochs" else ""
-        here += f" ({len(gains)} setting{'s' if len(gains) > 1 else ''})"
-        findings.append(Finding(claim, paper, here, found(min(gains.values()) > 0)))
+        here = f"{_ends(list(gains.values()))} ({len(gains)} setting{'s' if len(gains) > 1 else ''})"
+        findings.append(Finding(claim, _ends(papers), here, found(min(gains.values()) > 0)))
     return findings
+
+
+def _ends(gains: Sequence[float]) -> str:
+    """The least and the greatest of some gains; empty of none."""
+    ends = dict.fromkeys(f"{end(gains):+.2f}" for end in (min, max) if gains)
+    return " to ".join(ends) + " %" if ends else ""
 
 
 def certainty(rows: Rows) -> list[Finding]:

@@ -66,7 +66,7 @@ def test_inflection(rows):
     assert (sparse_output.paper, sparse_output.verdict) == ("+2.33 %", "not found (one seed)")
     assert (both.here, both.holds) == ("+6.00 %: 66.00 (2 seeds) against 60.00", True)
     (ensemble,) = claims.ensembles(rows.read)
-    assert (ensemble.paper, ensemble.here) == ("+3.13 to +3.13 %", "+1.00 to +1.00 % (1 setting)")
+    assert (ensemble.paper, ensemble.here) == ("+3.13 %", "+1.00 % (1 setting)")
     known, only = claims.certainty(rows.read)
     assert known.verdict == "found" and only.verdict == "not found: fewer"
     rows("inflection_beams", {"command": "python recipes/inflection.py --beams 20", "exhaustive": 90.0, "single": 51.0})
@@ -96,7 +96,7 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
     assert (known.here, known.verdict, known.tried) == ("80.0 % after 72 epochs", "found", "")
     assert only.verdict == "not found: fewer"
     (ensemble,) = claims.ensembles(rows.read)
-    assert ensemble.claim.endswith("its members (after 72 epochs)") and ensemble.here == "+2.00 to +2.00 % (1 setting)"
+    assert ensemble.claim.endswith("its members (after 72 epochs)") and ensemble.here == "+2.00 % (1 setting)"
     (both,) = claims.morphology(rows.read)
     assert both.claim.endswith("better than softmax (after 72 epochs)") and both.verdict == "found"
     text = render("results.md.j2", rows.read.folder)
