@@ -78,7 +78,7 @@ def conversion(rows: Rows) -> Figure | None:
     groups = [group for group in known if rows(group[0]) and rows(f"{group[0]}_curve")]
     if not groups:
         return None
-    figure = Figure(figsize=(5.0 * len(groups), 3.6), layout="constrained")
+    figure = Figure(figsize=(5.0 * len(groups), 4.2), layout="constrained")
     for axis, (group, measure, what) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
         curves = grouped(rows(f"{group}_curve"), "command")
         sparse = [own for own in by_setting(rows(group)) if own[0]["attention"] != "softmax"]
@@ -92,7 +92,7 @@ def conversion(rows: Rows) -> Figure | None:
             axis.axhline(last, color="grey", linestyle=":", label="softmax control, at its end")
         axis.invert_xaxis()
         axis.set(xlabel="nonzero attention weights, %", ylabel=what)
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return figure
 
 
