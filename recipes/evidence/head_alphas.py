@@ -32,8 +32,8 @@ from .rows import SITES, Row, Rows, grouped, numbers, pick
 
 #: Analyses of heads, by what trained the models.
 STUDIES = {"translation": "head_analysis/heads", "inflection": "head_analysis_inflection/heads"}
-#: Runs whose alphas were logged, by group: the one that is judged, and what differs in another that was looked at.
-TRAJECTORY, FASTER = "inflection_trajectory", "inflection_trajectory_fast"
+#: Runs whose alphas were logged, by group: those that are judged, and what differs in another that was looked at.
+TRANSLATION, INFLECTION, FASTER = "translation_enja", "inflection_trajectory", "inflection_trajectory_fast"
 
 UNIFORM = 5 / 9
 #: A head that keeps so many of its weights counts as dense.
@@ -75,7 +75,8 @@ def modes(values: Sequence[float]) -> int | None:
 def findings(rows: Rows) -> list[Finding]:
     """Figures 2 to 5."""
     return [
-        *over_training(rows),
+        *over_training(rows, "translation", TRANSLATION),
+        *over_training(rows, "inflection", INFLECTION, FASTER),
         *(finding for study in STUDIES for figure in (alphas, densities) for finding in figure(rows, study)),
     ]
 
@@ -142,15 +143,15 @@ def densities(rows: Rows, study: str) -> list[Finding]:
     return result
 
 
-def trajectory(rows: Rows, group: str = TRAJECTORY) -> Trajectory | None:
+def trajectory(rows: Rows, group: str) -> Trajectory | None:
     """Alpha of every head over the training of one model."""
     path = rows.folder / f"{group}.jsonl"
     return read_trajectory(path) if path.exists() else None
 
 
-def over_training(rows: Rows) -> list[Finding]:
-    """Figure 2: alphas fall first, then heads part ways."""
-    log, faster = trajectory(rows), trajectory(rows, FASTER)
+def over_training(rows: Rows, study: str, group: str, beside: str = "") -> list[Finding]:
+    """Figure 2: alphas fall first, then heads part ways; ``beside``: alphas learned at a higher rate."""
+    log, faster = trajectory(rows, group), trajectory(rows, beside) if beside else None
     if log is None:
         return []
     heads = _heads(log)
@@ -166,7 +167,7 @@ def over_training(rows: Rows) -> list[Finding]:
         if faster is not None:
             there, so = judged(faster)
             looked = [*tried, f"with alphas learned at ten times the rate: {there}: {so}"]
-        claim = f"Correia et al., figure 2, inflection: {claim}"
+        claim = f"Correia et al., figure 2, {study}: {claim}"
         result.append(Finding(claim, paper, here, f"{verdict} (one seed)", "; ".join(looked)))
     return result
 
@@ -212,7 +213,7 @@ def collect(jobs: Sequence[Job], results: Path, folder: Path) -> dict[str, int]:
     kept = {}
     for job in jobs:
         log = folder / job.name / "alphas.jsonl"
-        if job.group not in (TRAJECTORY, FASTER) or not (job.done(results) and log.exists()):
+        if job.group not in (TRANSLATION, INFLECTION, FASTER) or not (job.done(results) and log.exists()):
             continue
         lines = {json.loads(line)["step"]: line + "\n" for line in log.read_text(encoding="utf-8").splitlines()}
         steps = thin(sorted(lines))
@@ -259,7 +260,7 @@ def draw_sorted(rows: Rows) -> Figure | None:
     return plots.sorted_density(named) if named else None
 
 
-def draw_training(rows: Rows, group: str = TRAJECTORY) -> Figure | None:
+def draw_training(rows: Rows, group: str) -> Figure | None:
     """Figure 2."""
     log = trajectory(rows, group)
     return None if log is None else plots.alpha_trajectories(log)

@@ -121,7 +121,7 @@ def test_figures_hold_every_head(rows):
     ]
     lines = head_alphas.draw_sorted(rows.read).axes[3].lines
     assert [list(line.get_ydata()) for line in lines] == [[10, 10, 50, 50, 100, 100], [30, 30, 70, 70, 90, 90]]
-    assert head_alphas.draw_training(rows.read) is None
+    assert head_alphas.draw_training(rows.read, head_alphas.INFLECTION) is None
 
 
 def log(folder, *means, spread=0.1, name="inflection_trajectory.jsonl"):
@@ -151,7 +151,7 @@ class TestOverTraining:
 
     def test_only_some_heads_fall(self, rows):
         log(rows.read.folder, 1.5, 1.3, 1.4, spread=[0.1, 0.6, 0.1])  # one head of a pair falls far, the other rises
-        dip, _ = head_alphas.over_training(rows.read)
+        dip, _ = head_alphas.findings(rows.read)
         assert "3 of 6 heads" in dip.here and dip.verdict == "not found (one seed)"
 
     @pytest.mark.parametrize(
@@ -159,29 +159,41 @@ class TestOverTraining:
     )
     def test_heads_part_ways(self, rows, spread, verdict):
         log(rows.read.folder, 1.5, 1.2, 1.4, spread=spread)
-        _, parted = head_alphas.over_training(rows.read)
+        _, parted = head_alphas.findings(rows.read)
         assert parted.verdict == verdict
         assert "6 of 6 heads end at least 0.05 above" in parted.here
 
     def test_heads_that_never_turn_do_not_part_ways(self, rows):
         log(rows.read.folder, 1.5, 1.4, 1.4, spread=[0.1, 0.1, 0.12])
-        assert head_alphas.over_training(rows.read)[1].verdict == "not found (one seed)"
+        assert head_alphas.findings(rows.read)[1].verdict == "not found (one seed)"
 
     def test_what_was_looked_at_beside(self, rows):
         log(rows.read.folder, 1.5, 1.4, 1.3, spread=[0.1, 0.1, 0.2])
-        dip, _ = head_alphas.over_training(rows.read)
+        dip, _ = head_alphas.findings(rows.read)
         assert dip.tried == "alphas at the end correlate 1.00 with those that the heads were started with"
         log(rows.read.folder, 1.5, 1.3, 1.4, spread=[0.1, 0.1, 0.2], name="inflection_trajectory_fast.jsonl")
-        dip, parted = head_alphas.over_training(rows.read)
+        dip, parted = head_alphas.findings(rows.read)
         assert dip.verdict == "not found: they fall to the end (one seed)"
         assert "at ten times the rate: mean 1.50 at the start, lowest at step 10 of 20 with 1.30" in dip.tried
         assert dip.tried.endswith("1.40 at the end: found")
         assert parted.tried.endswith("3 of 6 heads end at least 0.05 above their lowest: found")
         assert len(head_alphas.draw_training(rows.read, head_alphas.FASTER).axes) == 3
 
+    def test_a_translation_model_is_judged_by_its_own_log(self, rows):
+        log(rows.read.folder, 1.5, 1.4, 1.3)
+        log(rows.read.folder, 1.5, 1.3, 1.4, name="translation_enja.jsonl")
+        found = {finding.claim: finding for finding in head_alphas.findings(rows.read)}
+        dips = [
+            found[f"Correia et al., figure 2, {study}: alphas fall first and rise later"]
+            for study in head_alphas.STUDIES
+        ]
+        assert [dip.verdict for dip in dips] == ["found (one seed)", "not found: they fall to the end (one seed)"]
+        shown = render("results.md.j2", rows.read.folder)
+        assert "Japanese-English translation model with learned alpha (one seed, 20 steps)" in shown
+
     def test_the_figure_and_the_page(self, rows):
         log(rows.read.folder, 1.5, 1.3, 1.4)
-        axes = head_alphas.draw_training(rows.read).axes
+        axes = head_alphas.draw_training(rows.read, head_alphas.INFLECTION).axes
         assert [len(axis.lines) for axis in axes] == [2, 2, 2]
         assert "figure 2, inflection: alphas fall first" in render("results.md.j2", rows.read.folder)
 
@@ -193,7 +205,7 @@ class TestOverTraining:
         collect = lambda: head_alphas.collect([job], tmp_path / "results", tmp_path / "runs")  # noqa: E731
         assert collect() == {}  # the run has no row yet
         (tmp_path / "results" / "inflection_trajectory.csv").write_text(f"command\n{job.command}\n")
-        assert collect() == {head_alphas.TRAJECTORY: 107}
-        kept = head_alphas.trajectory(Rows(tmp_path / "results"))
+        assert collect() == {head_alphas.INFLECTION: 107}
+        kept = head_alphas.trajectory(Rows(tmp_path / "results"), head_alphas.INFLECTION)
         assert kept.steps == [*range(0, 1001, 10), *range(1100, 1501, 100), 1510]
         assert kept.alpha["cross"][-1].mean() == pytest.approx(1.25)
