@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from hf_entmax.ops import controllable
+from hf_entmax.ops import controllable, entmax
 
 from . import head_alphas, length, long_context, pretrained, pretrained_heads, views
 from .rows import CARDS, RESULTS, Row, Rows, by_setting, distinct, grouped, numbers, order, pick
@@ -129,6 +129,20 @@ def regions(rows: Rows | None = None) -> Figure:
     return figure
 
 
+def curves(rows: Rows | None = None) -> Figure:
+    """Figure 3 of Peters et al. 2019: the first probability of the scores ``[t, 0]``."""
+    scores = torch.linspace(-3, 3, 601, dtype=torch.float64)
+    pairs = torch.stack([scores, torch.zeros_like(scores)], dim=-1)
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for alpha in (1.0, 1.25, 1.5, 2.0, 4.0):
+        label = {1.0: "1 (softmax)", 2.0: "2 (sparsemax)"}.get(alpha, f"{alpha:g}")
+        axis.plot(scores, entmax(pairs, alpha)[..., 0], label=label)
+    axis.set(xlabel="t", ylabel="$p_1$ of entmax([t, 0])")
+    axis.legend(title="alpha", fontsize="small")
+    return figure
+
+
 def synthetic(rows: Rows) -> Figure | None:
     """Figures 4 to 6 of Laha et al. 2018: scores of every method along the three axes of the synthetic study."""
     found = rows("multilabel/synthetic")
@@ -168,6 +182,7 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "length": (length.figure, 150),
     "pretrained": (pretrained.figure, 120),
     "smollm2_heads": (pretrained_heads.figure, 120),
+    "entmax_curves": (curves, 110),
     "controllable_regions": (regions, 90),
     "long_context": (long_context.figure, 110),
     "multilabel_synthetic": (synthetic, 90),

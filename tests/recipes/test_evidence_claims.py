@@ -50,7 +50,10 @@ def test_the_rule(better, worse, margin, verdict):
 
 def test_nothing_is_said_without_rows(rows):
     assert claims.verdicts(rows.read) == []
-    assert {name for name, (draw, _) in figures.DRAWN.items() if draw(rows.read)} == {"controllable_regions"}
+    assert {name for name, (draw, _) in figures.DRAWN.items() if draw(rows.read)} == {
+        "controllable_regions",
+        "entmax_curves",
+    }
 
 
 def inflection(attention, output, accuracy, ensemble="", exhaustive=0.0, single=0.0):
