@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -13,33 +14,38 @@ from transformers import Pipeline
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
 from hf_entmax.generation.best_first import enumerate_hypotheses
 from hf_entmax.generation.members import Ensemble, as_inputs, as_models, output_alpha_of, with_one_input
-from hf_entmax.generation.processor import EntmaxLogitsProcessor
+from hf_entmax.generation.processor import EntmaxLogitsProcessor, log_entmax
 from hf_entmax.generation.results import SearchResult
 from hf_entmax.integration.config_hook import SETS_KEY
 from hf_entmax.integration.output_loss import shifts_labels
 from hf_entmax.losses.targets import check_labels
 from hf_entmax.ops import entmax
 from hf_entmax.ops.conformal import check_sparse, conformal_temperature, support_at, support_temperature
+from hf_entmax.ops.solve import exact_dtype
 
 Unit = Literal["answer", "step"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
+Score = Literal["support", "probability"]
+SCORES: tuple[Score, ...] = get_args(Score)
 #: Of several alphas, the one with the smallest sets is chosen on every fourth example, which then calibrates nothing.
 _CHOOSING = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class ConformalSets:
-    r"""What `calibrate_sets` found: at which temperature the support of entmax is a set with a promise.
+    r"""What `calibrate_sets` found: sets with a promise, ``P(truth in set) >= 1 - delta``.
 
-        set(x) = {y : entmax(z(x) / temperature, alpha)_y > 0},     P(truth in set) >= 1 - delta
+        set(x) = {y : p(y) > 0},                              p = entmax(z(x) / temperature, alpha)
+        set(x) = {y : log p(y) >= min_log_probability}        calibrated by ``score="probability"``
 
     Attributes:
-        alpha: of the mapping, above 1; it need not be the one that the model was trained with.
-        temperature: in the unit of the logits.
+        alpha: of the mapping; it need not be the one that the model was trained with.
+        temperature: in the unit of the logits; 1 for sets by probability.
         delta: allowed chance of a miss.
         unit: what is held with that probability: a whole ``"answer"`` (all labels of an example), or one ``"step"``
             of it, drawn at random.
-        examples: how many the temperature was calibrated on.
+        examples: how many were calibrated on.
+        min_log_probability: of an answer, in nats; None for supports.
     """
 
     alpha: float
@@ -47,6 +53,7 @@ class ConformalSets:
     delta: float
     unit: Unit
     examples: int
+    min_log_probability: float | None = None
 
     @classmethod
     def of(cls, model: Any, unit: Unit | None = None) -> ConformalSets:
@@ -68,21 +75,24 @@ class ConformalSets:
                 "call calibrate_sets(model, batches, delta, unit=...) with held-out data first, or name the unit."
             )
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(stored[unit]) != names:
+        if set(stored[unit]) | {"min_log_probability"} != names:  # which older versions did not write
             raise ValueError(f"config.{SETS_KEY} holds {sorted(stored[unit])}, not {sorted(names)}: calibrate again.")
         return cls(**stored[unit])
 
     @property
     def processor(self) -> EntmaxLogitsProcessor:
-        """For ``generate(logits_processor=[...])`` and ``force_decode``: the probabilities whose supports the sets are."""
+        """For ``generate(logits_processor=[...])`` and ``force_decode``: the probabilities that the sets are made from."""
         return EntmaxLogitsProcessor(self.alpha, self.temperature)
 
     def support(self, logits: Tensor) -> Tensor:
         """The labels in the set of each row: bool ``[..., V]`` from logits ``[..., V]``; the best label always is."""
-        return support_at(logits, self.temperature, self.alpha)
+        if self.min_log_probability is None:
+            return support_at(logits, self.temperature, self.alpha)
+        likely = self.probabilities(logits).log() >= self.min_log_probability
+        return likely | (logits == logits.amax(-1, keepdim=True))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """``entmax(logits / temperature, alpha)``, float64 ``[..., V]``: positive within the sets."""
+        """``p = entmax(logits / temperature, alpha)``, float64 ``[..., V]``: positive within the sets."""
         return entmax(logits.detach().double() / self.temperature, self.alpha)
 
 
@@ -92,10 +102,13 @@ def calibrate_sets(
     delta: float = 0.1,
     *,
     unit: Unit = "answer",
+    score: Score = "support",
     alpha: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> ConformalSets:
     r"""Find the temperature at which the support of entmax holds the truth with probability ``1 - delta``.
+
+    Or the least probability that the true answer has as often (``score="probability"``).
 
     Split conformal prediction: of ``n`` held-out examples each has a score, the temperature above which all that is true
     of it is possible,
@@ -114,6 +127,15 @@ def calibrate_sets(
     - Sequences, ``unit="step"``: ``t`` is one position of each example, drawn at random (steps of one answer depend on each
       other). The support after the true beginning holds the true next token, at a position drawn from a new answer.
 
+    A support grows with every step that is unsure, so that many whole answers have a probability. With
+    ``score="probability"`` the set is all answers that have at least so much,
+
+        s(x, y) = -sum_t log p_{t, y_t},     p_t = entmax(z_t, alpha)
+        min_log_probability = just below minus the k-th smallest of s_1 ... s_n
+
+    which are far fewer; there may be none. It takes a model that gives the truth a probability nearly always: a softmax, or an entmax that
+    has learned well.
+
     The result is kept in ``model.config.entmax_sets`` under its unit and saved with the model; no weight changes.
 
     Args:
@@ -123,8 +145,10 @@ def calibrate_sets(
             Examples without a label do not count.
         delta: allowed chance of a miss, strictly between 0 and 1; takes at least ``1 / delta - 1`` examples.
         unit: see above.
-        alpha: above 1; by default the model's ``output_alpha``. Of several, the one with the smallest sets (their mean size
-            over labelled positions) is taken. Every fourth example chooses, the others calibrate, so that the promise holds.
+        score: see above; ``"probability"`` is of whole answers.
+        alpha: by default the model's ``output_alpha``; above 1 for supports. Of several, the one with the smallest supports
+            (their mean size over labelled positions) is taken. Every fourth example chooses, the others calibrate, so that
+            the promise holds.
         seed: of the positions drawn.
 
     Returns:
@@ -132,18 +156,50 @@ def calibrate_sets(
 
     Raises:
         ValueError: if ``delta`` is out of range or too small for so few examples, alpha is not above 1 (the support of softmax
-            is everything) or is needed and not given, labels lie outside the classes, logits are NaN, or there is one
-            class only.
+            is everything) or is needed and not given, labels lie outside the classes, logits are NaN, there is one class
+            only, or the truth has no probability too often for ``score="probability"``.
         TypeError: for labels that are no class indices, or a batch that is no mapping.
 
     Reference:
         Campos, Cálem, Sklaviadis, Figueiredo, Martins 2025, Sparse Activations as Conformal Predictors (the score of
-        gamma-entmax, in one more unit: the maximum over steps).
+        gamma-entmax, in one more unit: the maximum over steps); Sadinle, Lei, Wasserman 2019, Least Ambiguous Set-Valued
+        Classifiers (a threshold on the probability).
     """
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r} is not known; choose one of {list(UNITS)}.")
-    alphas = _alphas(model, alpha)
-    held = list(batches)
+    if score not in SCORES:
+        raise ValueError(f"score={score!r} is not known; choose one of {list(SCORES)}.")
+    if score == "probability":
+        found = _by_probability(model, batches, delta, unit, alpha)
+    else:
+        found = _by_support(model, list(batches), delta, unit, _alphas(model, alpha), seed)
+    setattr(model.config, SETS_KEY, {**(getattr(model.config, SETS_KEY, None) or {}), unit: dataclasses.asdict(found)})
+    return found
+
+
+def _by_probability(
+    model: Any, batches: Iterable[Mapping[str, Any]], delta: float, unit: Unit, alpha: float | Sequence[float] | None
+) -> ConformalSets:
+    if unit != "answer" or isinstance(alpha, Sequence):
+        raise ValueError(
+            f"score='probability' is of whole answers under one alpha; unit={unit!r}, alpha={alpha!r} was asked for: use "
+            "score='support'."
+        )
+    chosen = output_alpha_of(model, alpha)
+    costs = [torch.zeros(0, dtype=torch.float64)]
+    for logits, labels in _positions(model, batches):
+        labelled = labels != -100
+        steps = torch.zeros(labels.shape, dtype=torch.float64, device=logits.device)
+        logs = log_entmax(logits[labelled].to(exact_dtype(logits)), chosen)
+        steps[labelled] = -logs.gather(-1, labels[labelled][:, None]).squeeze(-1).double()
+        costs.append(steps.flatten(1).sum(1)[labelled.flatten(1).any(1)].cpu())
+    scores = torch.cat(costs)
+    return ConformalSets(chosen, 1.0, float(delta), unit, len(scores), -conformal_temperature(scores, delta))
+
+
+def _by_support(
+    model: Any, held: list[Mapping[str, Any]], delta: float, unit: Unit, alphas: list[float], seed: int
+) -> ConformalSets:
     generator = torch.Generator().manual_seed(seed)
     rows: list[Tensor] = []
     for logits, labels in _positions(model, held):
@@ -163,9 +219,7 @@ def calibrate_sets(
         temperatures = [conformal_temperature(column, delta) for column in scores[chooses].T]
         best = _smallest(model, held, list(zip(alphas, temperatures, strict=True)))
         scores = scores[~chooses]
-    found = ConformalSets(alphas[best], conformal_temperature(scores[:, best], delta), float(delta), unit, len(scores))
-    setattr(model.config, SETS_KEY, {**(getattr(model.config, SETS_KEY, None) or {}), unit: dataclasses.asdict(found)})
-    return found
+    return ConformalSets(alphas[best], conformal_temperature(scores[:, best], delta), float(delta), unit, len(scores))
 
 
 def _alphas(model: Any, given: float | Sequence[float] | None) -> list[float]:
@@ -242,7 +296,7 @@ def prediction_sets(
     Returns:
         One entry per input.
         For classification a list of ``{"label": name, "score": probability}``, most probable first, the probability being
-        that of entmax at the calibrated temperature. For heads with a prediction per position a list of such lists.
+        that of `ConformalSets`. For heads with a prediction per position a list of such lists.
         For models that generate, calibrated by ``unit="answer"``, a `SearchResult` with the answers and their
         probabilities; it is the whole set where it is ``exhaustive``, else the limits above cut it short and the promise
         is that of the whole. (What is calibrated by ``unit="step"`` is a set at every step:
@@ -311,4 +365,5 @@ def _answers(
             "sets were calibrated for: reset it (model.generation_config = GenerationConfig.from_model_config(model.config)), "
             "or set these options to None."
         )
-    return enumerate_hypotheses(model, inputs, hypotheses, 0.0, max_new_tokens, budget=budget, **options)
+    least = 0.0 if sets.min_log_probability is None else math.exp(sets.min_log_probability)
+    return enumerate_hypotheses(model, inputs, hypotheses, least, max_new_tokens, budget=budget, **options)

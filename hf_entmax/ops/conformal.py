@@ -131,7 +131,8 @@ def conformal_temperature(scores: Tensor, delta: float) -> float:
     quantile = float(scores.flatten().sort().values[place - 1])
     if quantile == math.inf:
         raise ValueError(
-            f"delta={delta} cannot be promised: more labels than that have the logit -inf, which no temperature makes possible."
+            f"delta={delta} cannot be promised: more examples than that have an infinite score: a label with the logit -inf, which "
+            "no temperature makes possible, or an answer without a probability."
         )
     return max(quantile * (1.0 + SLACK), SLACK)
 

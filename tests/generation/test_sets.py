@@ -323,6 +323,72 @@ def test_options_that_change_probabilities_void_the_promise():
         prediction_sets(model, {"input_ids": sources}, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("alpha", [None, 1.05])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sets_by_probability_are_all_answers_as_probable_as_that(family, alpha, tmp_path):
+    model = _generator(family)
+    sources, answers, batch = _examples(family, 40, 5)
+    batches = [{k: v[i : i + 16] for k, v in batch.items()} for i in (0, 16, 32)]
+    supports = calibrate_sets(model, batches, 0.3, alpha=1.5)
+    options = {"max_new_tokens": 4, "max_hypotheses": 10_000, "budget": 10**6}
+    larger = prediction_sets(model, {"input_ids": sources}, **options)
+    sets = calibrate_sets(model, batches, 0.3, score="probability", alpha=alpha)
+    assert (sets.alpha, sets.temperature, sets.examples) == (alpha or 1.0, 1.0, 40) and sets != supports
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert ConformalSets.of(model) == sets
+    found = prediction_sets(model, {"input_ids": sources}, **options)
+    every = enumerate_hypotheses(model, {"input_ids": sources}, 10_000, max_new_tokens=4, output_alpha=alpha or 1.0)
+    least = math.exp(sets.min_log_probability)
+    for one, whole in zip(found, every, strict=True):
+        likely = [y for y, p in zip(whole.sequences, whole.probabilities, strict=True) if p >= least]
+        assert one.sequences == likely
+    assert sum(answer in one.sequences for answer, one in zip(answers, found, strict=True)) == math.ceil(41 * 0.7)
+    assert sum(map(len, found)) < sum(map(len, larger))
+
+
+def test_sets_by_probability_of_a_classifier():
+    logits, labels = drawn(2000, 5)
+    model = Table(logits)
+    sets = calibrate_sets(model, batches_of(labels[:1000]), 0.1, score="probability")
+    costs = -logits[:1000].log_softmax(-1).gather(-1, labels[:1000, None]).squeeze(-1)
+    assert sets.min_log_probability == pytest.approx(-float(costs.sort().values[math.ceil(1001 * 0.9) - 1]), rel=1e-5)
+    rows = {"input_ids": torch.arange(1000, 2000)[:, None]}
+    found = prediction_sets(model, rows)
+    for row, probs in zip(found, logits[1000:].softmax(-1), strict=True):
+        wanted = {i for i, p in enumerate(probs.tolist()) if math.log(p) >= sets.min_log_probability}
+        assert {entry["label"] for entry in row} == {f"LABEL_{i}" for i in wanted or {int(probs.argmax())}}
+    held = sum(
+        f"LABEL_{label}" in [e["label"] for e in row] for label, row in zip(labels[1000:].tolist(), found, strict=True)
+    )
+    assert abs(held / 1000 - 0.9) < 4 * math.sqrt(0.9 * 0.1 * (1 / 1000 + 1 / 1000))
+
+
+def test_what_is_refused_by_probability():
+    logits, labels = drawn(50, 4)
+    model, given = Table(logits * 10), batches_of(labels)
+    for options in ({"unit": "step"}, {"alpha": [1.5, 2.0]}):
+        with pytest.raises(ValueError, match="whole answers under one alpha"):
+            calibrate_sets(model, given, score="probability", **options)
+    with pytest.raises(ValueError, match="score='likelihood'"):
+        calibrate_sets(model, given, score="likelihood")
+    with pytest.raises(ValueError, match=r"alpha=0\.5"):
+        calibrate_sets(model, given, score="probability", alpha=0.5)
+    with pytest.raises(ValueError, match="an answer without a probability"):  # sharp, and wrong too often
+        calibrate_sets(model, given, score="probability", alpha=2.0)
+    assert not hasattr(model.config, "entmax_sets")
+
+
+def test_sets_of_an_older_version_are_read():
+    model = Table(torch.zeros(1, CLASSES))
+    stored = {"alpha": 1.5, "temperature": 0.5, "delta": 0.1, "unit": "answer", "examples": 99}
+    model.config.entmax_sets = {"answer": stored}
+    assert ConformalSets.of(model) == ConformalSets(**stored)
+    model.config.entmax_sets["answer"] = {**stored, "more": 1}
+    with pytest.raises(ValueError, match="calibrate again"):
+        ConformalSets.of(model)
+
+
 def test_a_set_cut_short_says_so():
     model = _generator("bart")
     sources, _, batch = _examples("bart", 40, 7)
