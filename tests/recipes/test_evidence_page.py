@@ -1,5 +1,7 @@
 """The pages of results are what the committed rows give."""
 
+import re
+
 import pytest
 
 from recipes.evidence import __main__ as program
@@ -11,6 +13,21 @@ from recipes.evidence.rows import CARDS, order, spread
 @pytest.mark.parametrize(("name", "template"), PAGES.items())
 def test_the_committed_pages_are_what_the_rows_give(name, template):
     assert (CARDS / name).read_text(encoding="utf-8") == render(template), "run python -m recipes.evidence page"
+
+
+def test_links_between_headings_lead_somewhere():
+    headings = {
+        name: {
+            re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+            for line in text.splitlines()
+            if line[:1] == "#"
+        }
+        for name in PAGES
+        for text in [(CARDS / name).read_text(encoding="utf-8")]
+    }
+    links = re.findall(r"\]\(([\w.]*)#([^)]+)\)", (CARDS / "RESULTS.md").read_text(encoding="utf-8"))
+    assert len(links) > 15
+    assert [link for link in links if link[1] not in headings[link[0] or "RESULTS.md"]] == []
 
 
 def test_pages_say_nothing_without_rows(tmp_path):
