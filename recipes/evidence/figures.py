@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from hf_entmax.ops import controllable, entmax
 
 from . import head_alphas, length, long_context, pretrained, pretrained_heads, views
-from .rows import CARDS, RESULTS, Row, Rows, by_setting, distinct, grouped, numbers, order, pick
+from .rows import CARDS, RESULTS, Rows, by_setting, distinct, grouped, numbers, order, pick
+from .tables import conversion_name
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": controllable.softmax,
@@ -78,7 +79,7 @@ def conversion(rows: Rows) -> Figure | None:
     groups = [group for group in known if rows(group[0]) and rows(f"{group[0]}_curve")]
     if not groups:
         return None
-    figure = Figure(figsize=(5.0 * len(groups), 4.2), layout="constrained")
+    figure = Figure(figsize=(5.6 * len(groups), 5.4), layout="constrained")
     for axis, (group, measure, what) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
         curves = grouped(rows(f"{group}_curve"), "command")
         sparse = [own for own in by_setting(rows(group)) if own[0]["attention"] != "softmax"]
@@ -92,18 +93,8 @@ def conversion(rows: Rows) -> Figure | None:
             axis.axhline(last, color="grey", linestyle=":", label="softmax control, at its end")
         axis.invert_xaxis()
         axis.set(xlabel="nonzero attention weights, %", ylabel=what)
-        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return figure
-
-
-def conversion_name(row: Row) -> str:
-    """Attention, schedule and what pushed it."""
-    parts = [row["attention"], row["schedule"]]
-    if row["density_target"] not in ("", "None"):
-        parts.append(f"target {100 * float(row['density_target']):g} %")
-    if float(row["distill_logits"]):
-        parts.append("distilled")
-    return ", ".join(parts)
 
 
 def regions(rows: Rows | None = None) -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from . import claims
+from . import claims, pretrained
 from .claims_heads import models_by_kind, surest, surest_previous
 from .rows import (
     SITES,
@@ -191,31 +191,23 @@ def conformal(rows: Rows) -> str:
     })  # fmt: skip
 
 
+def conversion_name(row: Row) -> str:
+    """What was trained, how it became sparse and what pushed it."""
+    parts = [pretrained.label(row), *([] if row["attention"] == "softmax" else [row["schedule"]])]
+    if rate := re.search(r"--density_rate (\S+)", row["command"]):
+        parts.append(f"density rate {rate[1]}")
+    if float(row["distill_logits"]):
+        parts.append("distilled")
+    return ", ".join(parts)
+
+
 def conversions(found: list[Row], measure: str, title: str, unit: str) -> str:
     """What a finished softmax model loses when it is made sparse: a line for each setting, mean and spread over its seeds."""
     control = pick(found, attention="softmax")
-    head = [
-        "attention",
-        "seeds",
-        "schedule",
-        "density target",
-        "distilled",
-        f"{title} before",
-        "after",
-        f"lost, {unit}",
-    ]
+    head = ["conversion", "seeds", f"{title} before", "after", f"lost, {unit}", f"lost to the control, {unit}"]
     lines = []
     for own in by_setting(found):
-        first = own[0]
-        target = "" if first["density_target"] == "None" else first["density_target"]
-        cells = [
-            first["attention"],
-            len(own),
-            first["schedule"],
-            target,
-            "yes" if float(first["distill_logits"]) else "",
-        ]
-        cells += [column(own, f"{measure}_before"), column(own, measure), column(own, "lost")]
+        cells = [column(own, name) for name in (f"{measure}_before", measure, "lost")]
         cells += [f"{claims.price(own, control):.2f}" if control else "", column(own, "density", 1, 100)]
-        lines.append(cells)
-    return table([*head, f"lost to the control, {unit}", "density, %"], lines)
+        lines.append([conversion_name(own[0]), len(own), *cells])
+    return table([*head, "density, %"], lines)

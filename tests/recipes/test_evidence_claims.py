@@ -187,7 +187,7 @@ def test_heads_of_several_seeds(rows):
 
 def conversion(attention, density, lost, perplexity):
     return {"command": attention + str(density), "attention": attention, "density": density, "lost": lost, "bleu": "",
-            "perplexity": perplexity, "schedule": "anneal", "density_target": "None", "distill_logits": "0.0"}  # fmt: skip
+            "perplexity": perplexity, "perplexity_before": 100.0, "schedule": "anneal", "density_target": "None", "distill_logits": "0.0"}  # fmt: skip
 
 
 def test_conversion_is_judged_against_the_control(rows):
@@ -216,9 +216,31 @@ def test_seeds_of_a_conversion_are_one_setting(rows):
     assert "0.88 % perplexity lost against" in found.here  # 91.3 beside 90.5
     rows("convert_lm", *control, *steady[:1])
     assert claims.conversions(rows.read)[0].verdict == "found (one seed)"
-    made = [row | {"perplexity_before": 100.0} for row in (*control, *steady)]
-    table = tables.conversions([{k: str(v) for k, v in row.items()} for row in made], "perplexity", "perplexity", "%")
-    assert "| 1.5 | 2 | anneal |  |  | 100.00 ± 0.00 | 91.30 ± 0.14 | -8.50 ± 0.71 | 0.88 | 11.0 ± 1.4 |" in table
+    made = [{k: str(v) for k, v in row.items()} for row in (*control, *steady)]
+    table = tables.conversions(made, "perplexity", "perplexity", "%")
+    assert "| 1.5, anneal | 2 | 100.00 ± 0.00 | 91.30 ± 0.14 | -8.50 ± 0.71 | 0.88 | 11.0 ± 1.4 |" in table
+    # One seed, however good, does not stand for a setting beside those of several.
+    rows("convert_lm", *control, *steady, conversion("learned", 0.15, -10.0, 90.0))
+    assert claims.conversions(rows.read)[0].here.startswith("11.0 ± 1.4 % left")
+
+
+def test_a_conversion_is_compared_with_the_control_of_its_own_model(rows):
+    older = {"perplexity_before": 110.0}
+    rows("convert_lm", conversion("softmax", 1.0, -10.0, 90.0), conversion("softmax", 0.999, -10.0, 100.0) | older,
+         conversion("learned", 0.1, -8.0, 101.0) | older)  # fmt: skip
+    assert "1.00 % perplexity lost against" in claims.conversions(rows.read)[0].here
+
+
+def test_conversions_are_told_apart_by_name():
+    def named(options, **more):
+        made = conversion("learned", 0.1, -8.0, 90.0) | {"command": f"python recipes/convert.py {options}", **more}
+        return tables.conversion_name({k: str(v) for k, v in made.items()})
+
+    assert named("", distill_logits=1.0) == "learned, anneal, distilled"
+    softened = "--release 1.5 --softened true --density_rate 0.05"
+    assert named(softened, schedule="abrupt", density_target=0.2) == (
+        "learned, density target 0.2, softened at 1.5, abrupt, density rate 0.05"
+    )
 
 
 @pytest.mark.slow
