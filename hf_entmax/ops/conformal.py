@@ -132,7 +132,7 @@ def conformal_temperature(scores: Tensor, delta: float) -> float:
     if quantile == math.inf:
         raise ValueError(
             f"delta={delta} cannot be promised: more examples than that have an infinite score: a label with the logit -inf, which "
-            "no temperature makes possible, or an answer without a probability."
+            "no temperature makes possible, or an answer without a probability, which has one at a lower alpha."
         )
     return max(quantile * (1.0 + SLACK), SLACK)
 
