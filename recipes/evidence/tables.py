@@ -70,9 +70,9 @@ def translation(rows: Rows) -> str:
     return settings_table(found, {**scores, **TRANSLATION})
 
 
-def second_pair(rows: Rows) -> str:
+def second_pair(rows: Rows, group: str = "translation_enja") -> str:
     """The same of Japanese to English."""
-    return settings_table(rows("translation_enja"), {"BLEU": ("bleu",), "chrF": ("chrf",), **TRANSLATION})
+    return settings_table(rows(group), {"BLEU": ("bleu",), "chrF": ("chrf",), **TRANSLATION})
 
 
 TRANSLATION: dict[str, tuple[str | int | float, ...]] = {
