@@ -133,8 +133,8 @@ def calibrate_sets(
         s(x, y) = -sum_t log p_{t, y_t},     p_t = entmax(z_t, alpha)
         min_log_probability = just below minus the k-th smallest of s_1 ... s_n
 
-    which are far fewer; there may be none. It takes a model that gives the truth a probability nearly always: a softmax, or an entmax that
-    has learned well.
+    which are far fewer; there may be none. It takes a model that gives the truth a probability nearly always: a softmax, or
+    an entmax that has learned well.
 
     The result is kept in ``model.config.entmax_sets`` under its unit and saved with the model; no weight changes.
 
