@@ -4,7 +4,7 @@
     python -m recipes.evidence run --only inflection --workers 2 --threads 1
     python -m recipes.evidence list                     # what is done, what is open
     python -m recipes.evidence curves                   # dev scores of the runs into dev_curves.csv, alphas beside their row
-    python -m recipes.evidence views                    # one answer of a trained model in full
+    python -m recipes.evidence views                    # one answer of a trained model in full, one sentence under several mappings
     python -m recipes.evidence heads translation        # analyse the heads of the trained models
     python -m recipes.evidence page                     # all pages of results, from the rows
     python -m recipes.evidence figures                  # all their figures
@@ -18,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import figures, head_alphas, heads, jobs, page, rows, views
+from . import figures, head_alphas, heads, jobs, mapping_views, page, rows, views
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,7 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("--threads", type=int, default=1, help="threads of each")
     does.add_parser("list", parents=[found, queue], help="say what is done and what is open")
     does.add_parser("curves", parents=[found, queue], help="collect the dev scores and alphas of the runs")
-    does.add_parser("views", parents=[found, queue], help="write down all answers of a trained model to one word")
+    does.add_parser(
+        "views", parents=[found, queue], help="write down what trained models make of a word and of a sentence"
+    )
     look = does.add_parser("heads", parents=[found, queue, pages], help="analyse the heads of the trained models")
     look.add_argument("study", choices=sorted(heads.STUDIES))
     does.add_parser("page", parents=[found, pages], help="write the pages from the rows")
@@ -60,7 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
             for group, steps in head_alphas.collect(chosen, args.results, args.folder).items():
                 print(f"alphas at {steps} steps in {args.results / group}.jsonl")
         elif args.what == "views":
-            print(f"{views.collect(chosen, args.results, args.folder)} in {args.results / views.FILE}")
+            known = {view.GROUP: view for view in (views, mapping_views)}
+            if not (groups := [group for group in known if any(job.group == group for job in chosen)]):
+                sys.exit(f"there is no view of {', '.join(args.only)}; there is one of {' and of '.join(known)}.")
+            for view in map(known.__getitem__, groups):
+                print(f"{view.collect(chosen, args.results, args.folder)} in {args.results / view.FILE}")
         elif failed := jobs.run_all(chosen, args.results, args.folder, args.workers, args.threads):
             sys.exit(f"{len(failed)} of {len(chosen)} jobs failed:\n" + "\n".join(job.command for job in failed))
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_entmax.ops import controllable, entmax
 
-from . import head_alphas, length, long_context, pretrained, pretrained_heads, views
+from . import head_alphas, length, long_context, mapping_views, pretrained, pretrained_heads, views
 from .rows import CARDS, RESULTS, Rows, by_setting, distinct, grouped, numbers, order, pick
 from .tables import conversion_name
 
@@ -163,10 +163,12 @@ DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "inflection_alpha": (alpha_grid, 150),
     "inflection_time": (training_time, 150),
     "attention_map": (views.draw, 100),
+    "attention_lambda": (mapping_views.draw, 100),
     "heads_alpha": (head_alphas.draw_alphas, 110),
-    "heads_alpha_training_translation": (lambda rows: head_alphas.draw_training(rows, head_alphas.TRANSLATION), 110),
-    "heads_alpha_training": (lambda rows: head_alphas.draw_training(rows, head_alphas.INFLECTION), 110),
-    "heads_alpha_training_fast": (lambda rows: head_alphas.draw_training(rows, head_alphas.FASTER), 110),
+    "heads_alpha_training_translation": (lambda rows: head_alphas.draw_training(rows, "translation"), 110),
+    "heads_alpha_training_translation_fast": (lambda rows: head_alphas.draw_training(rows, "translation", True), 110),
+    "heads_alpha_training": (lambda rows: head_alphas.draw_training(rows, "inflection"), 110),
+    "heads_alpha_training_fast": (lambda rows: head_alphas.draw_training(rows, "inflection", True), 110),
     "heads_density": (head_alphas.draw_densities, 110),
     "heads_density_sorted": (head_alphas.draw_sorted, 110),
     "conversion": (conversion, 150),

@@ -32,8 +32,12 @@ from .rows import SITES, Row, Rows, grouped, numbers, pick
 
 #: Analyses of heads, by what trained the models.
 STUDIES = {"translation": "head_analysis/heads", "inflection": "head_analysis_inflection/heads"}
-#: Runs whose alphas were logged, by group: those that are judged, and what differs in another that was looked at.
-TRANSLATION, INFLECTION, FASTER = "translation_enja", "inflection_trajectory", "inflection_trajectory_fast"
+#: Runs whose alphas were logged, by what they train: the group that is judged, and that with alphas learned at ten times the
+#: rate, which was looked at beside.
+LOGGED = {
+    "translation": ("translation_enja", "translation_enja_fast"),
+    "inflection": ("inflection_trajectory", "inflection_trajectory_fast"),
+}
 
 UNIFORM = 5 / 9
 #: A head that keeps so many of its weights counts as dense.
@@ -75,8 +79,7 @@ def modes(values: Sequence[float]) -> int | None:
 def findings(rows: Rows) -> list[Finding]:
     """Figures 2 to 5."""
     return [
-        *over_training(rows, "translation", TRANSLATION),
-        *over_training(rows, "inflection", INFLECTION, FASTER),
+        *(finding for study, groups in LOGGED.items() for finding in over_training(rows, study, *groups)),
         *(finding for study in STUDIES for figure in (alphas, densities) for finding in figure(rows, study)),
     ]
 
@@ -149,9 +152,9 @@ def trajectory(rows: Rows, group: str) -> Trajectory | None:
     return read_trajectory(path) if path.exists() else None
 
 
-def over_training(rows: Rows, study: str, group: str, beside: str = "") -> list[Finding]:
+def over_training(rows: Rows, study: str, group: str, beside: str) -> list[Finding]:
     """Figure 2: alphas fall first, then heads part ways; ``beside``: alphas learned at a higher rate."""
-    log, faster = trajectory(rows, group), trajectory(rows, beside) if beside else None
+    log, faster = trajectory(rows, group), trajectory(rows, beside)
     if log is None:
         return []
     heads = _heads(log)
@@ -213,7 +216,7 @@ def collect(jobs: Sequence[Job], results: Path, folder: Path) -> dict[str, int]:
     kept = {}
     for job in jobs:
         log = folder / job.name / "alphas.jsonl"
-        if job.group not in (TRANSLATION, INFLECTION, FASTER) or not (job.done(results) and log.exists()):
+        if not (any(job.group in groups for groups in LOGGED.values()) and job.done(results) and log.exists()):
             continue
         lines = {json.loads(line)["step"]: line + "\n" for line in log.read_text(encoding="utf-8").splitlines()}
         steps = thin(sorted(lines))
@@ -260,7 +263,7 @@ def draw_sorted(rows: Rows) -> Figure | None:
     return plots.sorted_density(named) if named else None
 
 
-def draw_training(rows: Rows, group: str) -> Figure | None:
+def draw_training(rows: Rows, study: str, faster: bool = False) -> Figure | None:
     """Figure 2."""
-    log = trajectory(rows, group)
+    log = trajectory(rows, LOGGED[study][faster])
     return None if log is None else plots.alpha_trajectories(log)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,37 @@ def collect(jobs: Sequence[Job], results: Path, folder: Path) -> str:
         ValueError: if no word is one.
     """
     job = job_of(list(jobs), GROUP, WANTED)
+    found = look(*load(job, folder), words(0, "test", ["german"]))
+    write(results / FILE, {"command": job.command, **found})
+    return found["source"]
+
+
+def load(job: Job, folder: Path) -> tuple[Any, Any]:
+    """The model that a job has trained, and its tokenizer.
+
+    Raises:
+        FileNotFoundError: if it has not.
+    """
     trained = folder / job.name / "model"
     if not trained.is_dir():
-        raise FileNotFoundError(f"there is no {trained}: train first, python -m recipes.evidence run --only {GROUP}.")
-    model = AutoModelForSeq2SeqLM.from_pretrained(trained).eval()
-    found = look(model, AutoTokenizer.from_pretrained(trained), words(0, "test", ["german"]))
-    results.mkdir(parents=True, exist_ok=True)
-    shown = {"command": job.command, **found}
+        raise FileNotFoundError(
+            f"there is no {trained}: train first, python -m recipes.evidence run --only {job.group}."
+        )
+    return AutoModelForSeq2SeqLM.from_pretrained(trained).eval(), AutoTokenizer.from_pretrained(trained)
+
+
+def write(path: Path, shown: Mapping[str, Any]) -> None:
+    """One line for each part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in shown.items())
-    (results / FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return found["source"]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def rounded(weights: torch.Tensor) -> Any:
+    """To four digits, so that no weight becomes zero."""
+    if weights.dim():
+        return [rounded(row) for row in weights]
+    return float(f"{weights.item():.4g}")
 
 
 def look(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -77,14 +98,17 @@ def look(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> dict[s
         "forced": [dataclasses.asdict(step) for step in forced.steps],
         "queries": [token.text for token in cross.queries],
         "keys": [token.text for token in cross.keys],
-        # Rounded so that no weight becomes zero.
-        "weights": [[[float(f"{w:.4g}") for w in row] for row in head] for head in cross.weights[-1].tolist()],
+        "weights": rounded(cross.weights[-1]),
     }
 
 
 def view(rows: Rows) -> dict[str, Any]:
     """What `collect` wrote; nothing if it did not."""
-    path = rows.folder / FILE
+    return read(rows.folder / FILE)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote; nothing if it did not."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 

@@ -121,7 +121,7 @@ def test_figures_hold_every_head(rows):
     ]
     lines = head_alphas.draw_sorted(rows.read).axes[3].lines
     assert [list(line.get_ydata()) for line in lines] == [[10, 10, 50, 50, 100, 100], [30, 30, 70, 70, 90, 90]]
-    assert head_alphas.draw_training(rows.read, head_alphas.INFLECTION) is None
+    assert head_alphas.draw_training(rows.read, "inflection") is None
 
 
 def log(folder, *means, spread=0.1, name="inflection_trajectory.jsonl"):
@@ -177,7 +177,7 @@ class TestOverTraining:
         assert "at ten times the rate: mean 1.50 at the start, lowest at step 10 of 20 with 1.30" in dip.tried
         assert dip.tried.endswith("1.40 at the end: found")
         assert parted.tried.endswith("3 of 6 heads end at least 0.05 above their lowest: found")
-        assert len(head_alphas.draw_training(rows.read, head_alphas.FASTER).axes) == 3
+        assert len(head_alphas.draw_training(rows.read, "inflection", faster=True).axes) == 3
 
     def test_a_translation_model_is_judged_by_its_own_log(self, rows):
         log(rows.read.folder, 1.5, 1.4, 1.3)
@@ -190,10 +190,13 @@ class TestOverTraining:
         assert [dip.verdict for dip in dips] == ["found (one seed)", "not found: they fall to the end (one seed)"]
         shown = render("results.md.j2", rows.read.folder)
         assert "Japanese-English translation model with learned alpha (one seed, 20 steps)" in shown
+        log(rows.read.folder, 1.5, 1.3, 1.45, name="translation_enja_fast.jsonl")
+        tried = [finding.tried for finding in head_alphas.findings(rows.read) if "translation: alphas" in finding.claim]
+        assert "at ten times the rate" in tried[0] and tried[0].endswith("1.45 at the end: found")
 
     def test_the_figure_and_the_page(self, rows):
         log(rows.read.folder, 1.5, 1.3, 1.4)
-        axes = head_alphas.draw_training(rows.read, head_alphas.INFLECTION).axes
+        axes = head_alphas.draw_training(rows.read, "inflection").axes
         assert [len(axis.lines) for axis in axes] == [2, 2, 2]
         assert "figure 2, inflection: alphas fall first" in render("results.md.j2", rows.read.folder)
 
@@ -205,7 +208,7 @@ class TestOverTraining:
         collect = lambda: head_alphas.collect([job], tmp_path / "results", tmp_path / "runs")  # noqa: E731
         assert collect() == {}  # the run has no row yet
         (tmp_path / "results" / "inflection_trajectory.csv").write_text(f"command\n{job.command}\n")
-        assert collect() == {head_alphas.INFLECTION: 107}
-        kept = head_alphas.trajectory(Rows(tmp_path / "results"), head_alphas.INFLECTION)
+        assert collect() == {job.group: 107}
+        kept = head_alphas.trajectory(Rows(tmp_path / "results"), job.group)
         assert kept.steps == [*range(0, 1001, 10), *range(1100, 1501, 100), 1510]
         assert kept.alpha["cross"][-1].mean() == pytest.approx(1.25)

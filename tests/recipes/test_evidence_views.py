@@ -1,4 +1,4 @@
-"""One answer of a model in full: how the word is chosen, and that what is shown is what the model says."""
+"""What trained models make of a word and of a sentence: how these are chosen, and that what is shown is what the model says."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import inflection
-from recipes.evidence import views
+from recipes.evidence import mapping_views, views
 from recipes.evidence.jobs import Job, read_jobs
 from recipes.evidence.page import render
 from recipes.evidence.rows import Rows
@@ -96,3 +96,55 @@ def test_the_committed_word_is_whole():
     right = math.prod(step["probability"] for step in found["forced"])
     assert right == pytest.approx(answers[found["form"] + "</s>"], abs=1e-5)
     assert text == text.strip() + "\n" and all(line.count("\n") == 0 for line in text.splitlines())
+
+
+@pytest.fixture
+def mappings(tmp_path, monkeypatch):
+    """Folders of models with the mappings of the figure; what they were told to read."""
+    torch.manual_seed(0)
+    tokenizer = inflection.build_tokenizer(WORDS)
+    jobs = []
+    for wanted in mapping_views.MODELS.values():
+        options = [part for name, value in wanted.items() for part in (f"--{name}", value)]
+        jobs.append(Job(mapping_views.GROUP, "translation", tuple(options)))
+        own = inflection.Settings(attention=wanted["attention"], output_alpha=1.0, width=32, layers=2, heads=2)
+        for part in (inflection.build_model(own, tokenizer, 20), tokenizer):
+            part.save_pretrained(tmp_path / "runs" / jobs[-1].name / "model")
+    pairs = [(WORDS[1].source * 9, "ging"), (WORDS[1].source, "ging"), (WORDS[0].source, "lebte")]
+    monkeypatch.setattr(mapping_views, "sentences", lambda: pairs)
+    return jobs, tmp_path
+
+
+@pytest.mark.slow
+def test_one_sentence_under_several_mappings(mappings):
+    jobs, folder = mappings
+    # The first sentence is too long.
+    assert mapping_views.collect(jobs, folder / "results", folder / "runs") == WORDS[1].source
+    rows = Rows(folder / "results")
+    for job, title in zip(jobs, mapping_views.MODELS, strict=True):
+        found = mapping_views.view(rows)[title]
+        model, tokenizer = views.load(job, folder / "runs")
+        batch = tokenizer([WORDS[1].source], return_tensors="pt")
+        labels = torch.tensor([tokenizer(text_target="ging")["input_ids"]])
+        if title == "softmax":
+            model.set_attn_implementation("eager")
+        with torch.no_grad():
+            given = model(**batch, labels=labels, output_attentions=True).cross_attentions[-1][0]
+        assert found["head"] == given.max(-1).values.mean(-1).argmax() and found["command"] == job.command
+        torch.testing.assert_close(torch.tensor(found["weights"]), given[found["head"]], atol=1e-3, rtol=0)
+        assert found["queries"] == ["</s>", *"ging"] and found["keys"] == ["<german>", "<V>", *"gehen", "</s>"]
+    counts = mapping_views.attended(rows).split("; ")
+    assert counts[0] == "softmax: 8.0" and len(counts) == len(jobs)
+    titles = [axis.get_title("left") for axis in mapping_views.draw(rows).axes]
+    assert titles[: len(jobs)] == list(mapping_views.MODELS)
+
+
+@pytest.mark.slow
+def test_a_sentence_that_cannot_be_shown(mappings, monkeypatch):
+    jobs, folder = mappings
+    with pytest.raises(FileNotFoundError, match=f"--only {mapping_views.GROUP}"):
+        mapping_views.collect(jobs, folder / "results", folder / "elsewhere")
+    monkeypatch.setattr(mapping_views, "LONGEST", 3)
+    with pytest.raises(ValueError, match="no sentence has at most 3 tokens"):
+        mapping_views.collect(jobs, folder / "results", folder / "runs")
+    assert mapping_views.draw(Rows(folder / "results")) is None
