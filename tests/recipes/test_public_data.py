@@ -97,6 +97,19 @@ def test_the_table_of_sets_says_where_each_comes_from(name):
     assert SETS[name].url in line and SETS[name].fingerprint in line
 
 
+def test_published_commands_name_files_that_are_laid_out():
+    page = (ROOT / "model_cards" / "RESULTS.md").read_text(encoding="utf-8")
+    named = {
+        path.removeprefix("data/")
+        for path in re.findall(r"^    .*--(?:text|pairs|conllu) '?([^ ']+)", page, re.MULTILINE)
+    }
+    folders = {folder for source in SETS.values() for _, folder in source.files} | {
+        "ud/English-PUD"
+    }  # a whole treebank
+    assert len(named) >= 4
+    assert {path.rpartition("/")[0] for path in named} <= folders
+
+
 class TestHub:
     """A second configuration reads the same from the Hub; here from a folder in its place."""
 
