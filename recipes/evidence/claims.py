@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import yaml
 
 from . import claims_heads, head_alphas, pretrained, pretrained_heads
-from .judging import MARGIN, SOFTMAX, Finding, compare, found
+from .judging import MARGIN, SOFTMAX, Finding, compare, found, reaches
 from .rows import ROOT, SITES, Row, Rows, by_setting, column, grouped, mean, numbers, pick, table
 
 #: Peters et al. 2019, table 1, medium setting: mean accuracy and that of ensembles, by output and attention alpha.
@@ -93,8 +93,8 @@ def certainty(rows: Rows) -> list[Finding]:
     ):
         if chosen:
             claim = f"Peters et al., section 5.1 (medium): {what}"
-            here = f"{mean(chosen, name):.1f} %" + (f" after {epochs(longer)} epochs" if chosen is longer else "")
-            verdict = "found" if mean(chosen, name) >= paper else "not found: fewer"
+            here = f"{column(chosen, name, 1)} %" + (f" after {epochs(longer)} epochs" if chosen is longer else "")
+            verdict = reaches(numbers(chosen, name), paper)
             tried = _more_certain(rows, name, [] if chosen is longer else longer)
             findings.append(Finding(claim, f"{paper:.0f} %", here, verdict, tried))
     return findings

@@ -88,7 +88,7 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
     rows("inflection", *usual)
     rows("inflection_epochs", *longer("1.5", "1.5", 73.0, exhaustive=71.0, single=45.0))
     known, _ = claims.certainty(rows.read)
-    assert known.here == "40.0 %" and known.tried == "71.0 % after 72 epochs instead of 24"
+    assert known.here == "40.0 ± 0.0 %" and known.tried == "71.0 % after 72 epochs instead of 24"
     rows(
         "inflection_epochs",
         *longer("1.5", "1.5", 73.0, 74.0, 75.0, exhaustive=80.0, single=45.0),
@@ -96,7 +96,7 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
         {**inflection("1.5", "1.5", 76.0, ensemble="3"), "command": "python recipes/inflection.py --ensemble a b c"},
     )
     known, only = claims.certainty(rows.read)
-    assert (known.here, known.verdict, known.tried) == ("80.0 % after 72 epochs", "found", "")
+    assert (known.here, known.verdict, known.tried) == ("80.0 ± 0.0 % after 72 epochs", "found", "")
     assert only.verdict == "not found: fewer"
     (ensemble,) = claims.ensembles(rows.read)
     assert ensemble.claim.endswith("its members (after 72 epochs)") and ensemble.here == "+2.00 % (1 setting)"
@@ -104,6 +104,19 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
     assert both.claim.endswith("better than softmax (after 72 epochs)") and both.verdict == "found"
     text = render("results.md.j2", rows.read.folder)
     assert "After 72 epochs:" in text and "| 1.5 / 1.5 | 74.00 ± 1.00 | 3 | 76.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([70.0, 90.0], "found"),
+        ([78.9], "not found: fewer"),
+        ([78.0, 79.0, 79.5], "not to be told: fewer by at most two standard errors"),
+        ([78.0, 78.1, 78.2], "not found: fewer"),
+    ],
+)
+def test_a_share_is_held_against_the_papers(values, verdict):
+    assert judging.reaches(values, 79.0) == verdict
 
 
 def test_a_second_pair_of_languages_has_claims_and_a_table_of_its_own(rows):
