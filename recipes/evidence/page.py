@@ -26,18 +26,8 @@ from .rows import CARDS, RESULTS, ROOT, Rows, column, commands, data, machines, 
 PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
 #: What templates may call, by its name.
-CALLED = (
-    claims,
-    head_alphas,
-    length,
-    long_context,
-    mapping_views,
-    mappings,
-    pretrained,
-    pretrained_heads,
-    tables,
-    views,
-)
+CALLED = (claims, head_alphas, length, long_context, mappings, pretrained, pretrained_heads, tables)
+CALLED += (views, mapping_views)
 CALLED += (column, commands, data, machines, origin)
 
 
