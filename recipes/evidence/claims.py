@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -184,8 +185,24 @@ def alternatives(rows: Rows) -> list[Finding]:
             name = "sparsemax" if kind == "2.0" else kind.replace("_", "-")
             claim = f"Laha et al., table 2 ({what}): attention by {name} is better than softmax"
             gap = f"{theirs - softmax:+.2f} {unit}"
-            findings += compare(rows(group), claim, gap, ("1.0", kind), SOFTMAX, measure, unit)
+            judged = (claim, gap, ("1.0", kind), SOFTMAX, measure, unit)
+            late = [row for row in not_begun(rows(group), measure) if row["attention"] in (kind, "softmax")]
+            begun = [row for row in rows(group) if row["seed"] not in {other["seed"] for other in late}]
+            for finding in compare(rows(group), *judged):
+                findings.append(_reserved(finding, late, measure, compare(begun, *judged)) if late else finding)
     return findings
+
+
+def _reserved(finding: Finding, late: list[Row], measure: str, without: list[Finding]) -> Finding:
+    """A finding that some runs say nothing about, with what the other seeds say."""
+    which = ", ".join(f"{row['attention']} with seed {row['seed']} ({row[measure]})" for row in late)
+    tried = "".join(f"without that seed {other.here}: {other.verdict}" for other in without)
+    return dataclasses.replace(finding, verdict=f"not to be told: {which} had not begun to learn", tried=tried)
+
+
+def not_begun(rows: list[Row], measure: str) -> list[Row]:
+    """Runs with less than half of the median score: they say when a model begins to learn, not how well it does."""
+    return [row for row in rows if float(row[measure]) < statistics.median(numbers(rows, measure)) / 2]
 
 
 def speed(rows: Rows) -> list[Finding]:

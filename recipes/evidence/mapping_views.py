@@ -1,7 +1,7 @@
 """One sentence under several mappings: figures 8 and 9 of Laha et al. 2018, from models of their table 2.
 
-The models differ in the mapping alone: softmax, and sparsegen-lin with two lambdas, of which 0 is sparsemax. Of each model's
-last layer stands the head that is surest on the sentence; the weights are in recipes/results/mapping_views.json.
+The models differ in lambda alone; sparsegen-lin with lambda 0 is sparsemax. Of each model's last layer stands the head that is
+surest on the sentence; the weights are in recipes/results/mapping_views.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ FILE = "mapping_views.json"
 GROUP = "translation_mappings"
 #: What the figure calls the models, and the options that tell their jobs apart.
 MODELS = {
-    "softmax": {"attention": "softmax", "seed": "2"},
     "sparsegen-lin, λ = −2": {"attention": "sparsegen_lin", "seed": "2"},
     "sparsemax (λ = 0)": {"attention": "2.0", "seed": "2"},
 }

@@ -263,3 +263,17 @@ def test_the_committed_rows_draw_figures(tmp_path):
     assert {"inflection_time", "conversion"} <= drawn <= set(figures.DRAWN)
     committed = {path.stem for path in (CARDS / "figures").glob("*.png")}
     assert drawn <= committed
+
+
+def test_a_model_that_has_not_begun_to_learn_decides_nothing(rows):
+    def runs(attention, *scores):
+        same = {"attention": attention, "output_alpha": "1.0", "hardware": "", "versions": "", "command": ""}
+        return [{**same, "seed": seed, "bleu": score} for seed, score in enumerate(scores)]
+
+    rows("translation_mappings", *runs("softmax", 20.0, 19.0, 5.0), *runs("2.0", 18.0, 18.5, 17.0))
+    (finding,) = claims.alternatives(rows.read)
+    assert finding.here == "+3.17 BLEU: 17.83 (3 seeds) against 14.67 (3 seeds)" and not finding.holds
+    assert finding.verdict == "not to be told: softmax with seed 2 (5.0) had not begun to learn"
+    assert finding.tried == "without that seed -1.25 BLEU: 18.25 (2 seeds) against 19.50 (2 seeds): opposite"
+    rows("translation_mappings", *runs("softmax", 20.0, 19.0, 16.0), *runs("2.0", 18.0, 18.5, 17.0))
+    assert claims.alternatives(rows.read)[0].verdict == "not found"
