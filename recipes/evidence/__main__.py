@@ -4,7 +4,7 @@
     python -m recipes.evidence run --only inflection --workers 2 --threads 1
     python -m recipes.evidence list                     # what is done, what is open
     python -m recipes.evidence curves                   # dev scores of the runs into dev_curves.csv, alphas beside their row
-    python -m recipes.evidence views                    # one answer of a trained model in full, one sentence under several mappings
+    python -m recipes.evidence views                    # a word and a sentence as trained models see them
     python -m recipes.evidence heads translation        # analyse the heads of the trained models
     python -m recipes.evidence page                     # all pages of results, from the rows
     python -m recipes.evidence figures                  # all their figures

@@ -1,4 +1,4 @@
-"""One sentence under several mappings: figures 8 and 9 of Laha et al. 2018, from models of their table 2.
+"""One sentence read with two lambdas: figures 8 and 9 of Laha et al. 2018, from models of their table 2.
 
 The models differ in lambda alone; sparsegen-lin with lambda 0 is sparsemax. Of each model's last layer stands the head that is
 surest on the sentence; the weights are in recipes/results/mapping_views.json.
