@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import yaml
 
 from . import claims_heads, head_alphas, pretrained, pretrained_heads
-from .judging import MARGIN, SOFTMAX, Finding, compare, found, reaches
+from .judging import MARGIN, SOFTMAX, Finding, compare, found
 from .rows import ROOT, SITES, Row, Rows, by_setting, column, grouped, mean, numbers, pick, table
 
 #: Peters et al. 2019, table 1, medium setting: mean accuracy and that of ensembles, by output and attention alpha.
@@ -95,7 +95,7 @@ def certainty(rows: Rows) -> list[Finding]:
         if chosen:
             claim = f"Peters et al., section 5.1 (medium): {what}"
             here = f"{column(chosen, name, 1)} %" + (f" after {epochs(longer)} epochs" if chosen is longer else "")
-            verdict = reaches(numbers(chosen, name), paper)
+            verdict = "found" if mean(chosen, name) >= paper else "not found: fewer"
             tried = _more_certain(rows, name, [] if chosen is longer else longer)
             findings.append(Finding(claim, f"{paper:.0f} %", here, verdict, tried))
     return findings

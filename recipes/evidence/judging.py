@@ -3,9 +3,8 @@
 That one setting is better than another counts as *found* when the difference of the means has the paper's sign and is more than
 twice its standard error over seeds, as *same direction* when it is smaller, as *opposite* when it is as far on the other
 side, and otherwise as *not found*; that it is as good counts as found when it loses at most a margin. Where a side has one
-seed only, the verdict says so and rests on the difference alone. That a share reaches the paper's cannot be told where its mean
-is smaller by at most twice its standard error. Of a claim about many settings it counts at how many of them the means over
-seeds show it.
+seed only, the verdict says so and rests on the difference alone. Of a claim about many settings it counts at how many of
+them the means over seeds show it.
 """
 
 from __future__ import annotations
@@ -64,15 +63,6 @@ def judge(better: Sequence[float], worse: Sequence[float], margin: float = 0.0) 
     if above:
         return gap, "found" if margin or gap > 2 * error else "same direction"
     return gap, "opposite" if gap < -2 * error else "not found"
-
-
-def reaches(values: Sequence[float], wanted: float) -> str:
-    """What the seeds say about the claim that their mean is at least so much."""
-    gap = wanted - statistics.fmean(values)
-    if gap <= 0:
-        return "found"
-    close = len(values) > 1 and gap <= 2 * statistics.stdev(values) / math.sqrt(len(values))
-    return "not to be told: fewer by at most two standard errors" if close else "not found: fewer"
 
 
 def judge_settings(gaps: Sequence[float], margin: float) -> tuple[int, str]:

@@ -106,19 +106,6 @@ def test_models_that_learned_longer_speak_once_there_are_several(rows):
     assert "After 72 epochs:" in text and "| 1.5 / 1.5 | 74.00 ± 1.00 | 3 | 76.00 |" in text
 
 
-@pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ([70.0, 90.0], "found"),
-        ([78.9], "not found: fewer"),
-        ([78.0, 79.0, 79.5], "not to be told: fewer by at most two standard errors"),
-        ([78.0, 78.1, 78.2], "not found: fewer"),
-    ],
-)
-def test_a_share_is_held_against_the_papers(values, verdict):
-    assert judging.reaches(values, 79.0) == verdict
-
-
 def test_a_second_pair_of_languages_has_claims_and_a_table_of_its_own(rows):
     def row(attention, output, bleu):
         command = f"python recipes/translation.py --config recipes/configs/translation_enja.yaml --seed 0 --attention {attention}"
