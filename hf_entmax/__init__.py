@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from hf_entmax.ops.backends import available_backends
+    from hf_entmax.ops.controllable import register_mapping
     from hf_entmax.training.calibration import calibrate_alphas
 
 _LAZY = {
     "EntmaxConfig": "hf_entmax.config",
     "available_backends": "hf_entmax.ops.backends",
     "calibrate_alphas": "hf_entmax.training.calibration",
+    "register_mapping": "hf_entmax.ops.controllable",
     "unpatched_softmax": "hf_entmax.integration.discovery",
     **dict.fromkeys(
         [
@@ -70,6 +72,7 @@ __all__ = [
     "mapping_options",
     "ops",
     "patch_model",
+    "register_mapping",
     "set_alphas",
     "softmax_attention",
     "training",

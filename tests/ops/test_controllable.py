@@ -518,9 +518,3 @@ class TestModules:
             C.Softmax(lam=0.5)
         again = pickle.loads(pickle.dumps(C.Sparsehourglass("learned", shape=(2, 1))))
         assert list(again.state_dict()) == ["option.a"]
-
-    def test_names_that_moved_say_so(self):
-        with pytest.warns(FutureWarning, match="import it from hf_entmax.ops.controllable.domain"):
-            assert C.LAM.name == "lam"
-        with pytest.raises(AttributeError):
-            C.no_such_name  # noqa: B018

@@ -1,14 +1,7 @@
 """Controllable sparse alternatives to softmax (Laha et al. 2018): functions, modules, and their use as attention."""
 
-import importlib
-import warnings
-
-from hf_entmax.ops.controllable.attention import (
-    ATTENTION_MAPPINGS,
-    REFUSED_AS_ATTENTION,
-    attention_mapping,
-    mapped_attention,
-)
+from hf_entmax.ops.controllable.attention import mapped_attention
+from hf_entmax.ops.controllable.domain import Interval
 from hf_entmax.ops.controllable.mappings import (
     softmax,
     sparsecone,
@@ -35,10 +28,17 @@ from hf_entmax.ops.controllable.modules import (
     SumNormalization,
     SumNormalizationPP,
 )
+from hf_entmax.ops.controllable.registry import (
+    ATTENTION_MAPPINGS,
+    REFUSED_AS_ATTENTION,
+    attention_mapping,
+    register_mapping,
+)
 
 __all__ = [
     "ATTENTION_MAPPINGS",
     "REFUSED_AS_ATTENTION",
+    "Interval",
     "Softmax",
     "Sparsecone",
     "Sparsegen",
@@ -52,6 +52,7 @@ __all__ = [
     "SumNormalizationPP",
     "attention_mapping",
     "mapped_attention",
+    "register_mapping",
     "softmax",
     "sparsecone",
     "sparsegen",
@@ -64,18 +65,3 @@ __all__ = [
     "sum_normalization",
     "sum_normalization_pp",
 ]
-
-#: Names that were exported here once, and the modules that have them.
-_MOVED = {
-    **dict.fromkeys(("LAM", "Q", "TEMPERATURE", "Interval"), "domain"),
-    **dict.fromkeys(("MappingSpec", "OptionSetting", "as_sparsemax_attention"), "attention"),
-    "BoundedOption": "modules",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = f"{__name__}.{_MOVED[name]}"
-    warnings.warn(f"{__name__}.{name} will go: import it from {place}.", FutureWarning, stacklevel=2)
-    return getattr(importlib.import_module(place), name)

@@ -1,147 +1,24 @@
-"""The controllable mappings as attention: which may serve, how their options are given, and their fast path."""
+"""Attention whose weights are given by a mapping other than entmax: its general form and its fast one."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from hf_entmax.ops.attention import attend, of_keys
 from hf_entmax.ops.backends import Backend
-from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q, holds
-from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
+from hf_entmax.ops.controllable.domain import holds
+from hf_entmax.ops.controllable.registry import HeadOption, attention_mapping, per_head
 from hf_entmax.ops.dense import dense_attention, without_nonfinite
 from hf_entmax.ops.options import AttentionOptions, append_sink
-from hf_entmax.ops.simplex import as_rows
 from hf_entmax.ops.solve import masked_below
 from hf_entmax.ops.sparse_rows import SparseRows
 
-HeadOption = float | Tensor
 _SPARSEMAX = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionSetting:
-    """What a configuration says about one option.
-
-    Args:
-        name: the option.
-        learned: whether each head learns its own value.
-        value: the fixed value, or where learning starts.
-        bounds: ``(lo, hi)`` of the learned value; None when it is fixed.
-    """
-
-    name: str
-    learned: bool
-    value: float
-    bounds: tuple[float, float] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class MappingSpec:
-    """A mapping that may serve as attention.
-
-    Args:
-        name: its name in ``hf_entmax.ops.controllable``.
-        options: its options by name.
-        description: one line.
-        weights: ``(scores, mask, **options) -> weights``; scores ``[B, H, T_q, T_k]``, mask None or bool (True = may
-            attend) and broadcastable, options numbers or tensors ``[H]``. Looks at no value, so waits for no device:
-            the options must have been validated.
-    """
-
-    name: str
-    options: Mapping[str, Interval]
-    description: str
-    weights: Callable[..., Tensor]
-
-    def as_scaled_sparsemax(self, options: Mapping[str, HeadOption]) -> HeadOption | None:
-        """The factor ``c`` (number or ``[H]``) with ``mapping(z) = sparsemax(c z)``, None where there is no such number."""
-        return 1.0 / (1.0 - options["lam"]) if self.name == "sparsegen_lin" else None
-
-    def settings(self, options: Mapping[str, Any]) -> dict[str, OptionSetting]:
-        """Validate options as a configuration gives them: one setting for each option of the mapping.
-
-        For each option ``name`` that is a number or ``"learned"``; when learned, also ``name_init`` (where it starts) and
-        ``name_range`` (its open interval). What is not given takes its default.
-
-        Raises:
-            ValueError: if a key is unknown or a value is outside its range.
-            TypeError: if a value is of the wrong type.
-        """
-        known = [key for name in self.options for key in (name, f"{name}_init", f"{name}_range")]
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(f"mapping={self.name!r} has no options {unknown}; it has {known or 'none'}.")
-        return {name: _setting(name, option, options) for name, option in self.options.items()}
-
-
-def _setting(name: str, option: Interval, options: Mapping[str, Any]) -> OptionSetting:
-    value = options.get(name, option.default)
-    names = (f"{name}_init", f"{name}_range")
-    if value == "learned":
-        return OptionSetting(name, True, *option.learned(options.get(names[0]), options.get(names[1]), names))
-    if isinstance(value, str):
-        raise ValueError(f'{name}={value!r} is not allowed: give a number in {option}, or "learned".')
-    if extras := [key for key in names if key in options]:
-        raise ValueError(f'{extras} belong to {name}="learned", but {name}={value} is fixed.')
-    return OptionSetting(name, False, option.number(value), None)
-
-
-def _per_head(option: HeadOption, scores: Tensor) -> HeadOption:
-    """``[H]`` beside scores ``[..., H, T_q, T_k]``."""
-    if not isinstance(option, Tensor) or option.ndim == 0:
-        return option
-    if option.ndim == 1:
-        return option.view(-1, *(1,) * min(2, scores.ndim - 1))
-    return option
-
-
-def _weights(function: Any, option: Interval, *extra: Any) -> Callable[..., Tensor]:
-    def weights(scores: Tensor, mask: Tensor | None = None, **options: HeadOption) -> Tensor:
-        value = options.get(option.name, option.default)
-        return function.apply(as_rows(scores, -1, mask), _per_head(value, scores), *extra)
-
-    return weights
-
-
-# As attention q = 0 is excluded: a row of scores may well sum to zero, where sum normalization++ is not defined.
-_POSITIVE_Q = dataclasses.replace(Q, lower_open=True, upper_open=True)
-
-ATTENTION_MAPPINGS: dict[str, MappingSpec] = {
-    name: MappingSpec(name, {option.name: option}, description, _weights(function, option, *extra))
-    for name, option, description, function, *extra in (
-        ("sparsegen_lin", LAM, "sparsemax(z / (1 - lam))", SparsegenFunction, "lin"),
-        ("sparsegen_exp", LAM, "sparsemax(exp(z) / (1 - lam))", SparsegenFunction, "exp"),
-        ("sparsegen_sq", LAM, "sparsemax(z^2 / (1 - lam))", SparsegenFunction, "sq"),
-        ("sparsehourglass", _POSITIVE_Q, "sparsemax((1 + K q) z / (|sum z| + K q))", HourglassFunction, True),
-        ("softmax", TEMPERATURE, "softmax(z / temperature)", TemperedSoftmaxFunction),
-    )
-}
-
-REFUSED_AS_ATTENTION: dict[str, str] = {
-    "sparsegen_log": "it is defined for scores > 0 only, and attention scores have both signs; use sparsegen_lin",
-    "sparsecone": "it is defined for sum(scores) > -K*q only; use sparsehourglass, which extends it to all scores",
-    "sum_normalization": "it is defined for scores >= 0 only; use sparsehourglass with a small q",
-    "sum_normalization_pp": "it is not defined where scores sum to 0; use sparsehourglass with a small q",
-    "spherical_softmax": "it is not defined where all scores are 0, as after a zero initialisation; use sparsegen_sq",
-}
-
-
-def attention_mapping(name: str) -> MappingSpec:
-    """The mapping of that name as attention.
-
-    Raises:
-        ValueError: if no mapping has that name, or it cannot serve as attention; the message says why.
-    """
-    if name in REFUSED_AS_ATTENTION:
-        raise ValueError(f"mapping={name!r} cannot serve as attention: {REFUSED_AS_ATTENTION[name]}.")
-    if name not in ATTENTION_MAPPINGS:
-        raise ValueError(f"mapping={name!r} is unknown: choose from {['entmax', *sorted(ATTENTION_MAPPINGS)]}.")
-    return ATTENTION_MAPPINGS[name]
 
 
 def as_sparsemax_attention(
@@ -163,10 +40,10 @@ def as_sparsemax_attention(
         return None
     factor = spec.as_scaled_sparsemax(values)
     if factor is not None:
-        rows = _per_head(factor, query)
+        rows = per_head(factor, query)
     elif name == "sparsehourglass":
         total, count = _row_sums(query, key, options)
-        weight = count.clamp(min=1) * _per_head(values["q"], query)
+        weight = count.clamp(min=1) * per_head(values["q"], query)
         rows = (1.0 + weight) / (total.abs() + weight)
     else:
         return None

@@ -18,19 +18,19 @@ class Interval:
         name: the option's name.
         lower: the lower end.
         upper: the upper end.
-        lower_open: whether the lower end itself is excluded.
-        upper_open: whether the upper end itself is excluded.
+        lower_open: exclude the lower end itself.
+        upper_open: exclude the upper end itself.
         meaning: what the option does, for messages and tables.
         default: the value when it is not given.
         learned_range: the open interval ``(lo, hi)`` of ``lo + (hi - lo) sigmoid(a)`` when it is learned.
     """
 
     name: str
-    lower: float
-    upper: float
-    lower_open: bool
-    upper_open: bool
-    meaning: str
+    lower: float = -math.inf
+    upper: float = math.inf
+    lower_open: bool = True
+    upper_open: bool = True
+    meaning: str = ""
     default: float = math.nan
     learned_range: tuple[float, float] | None = None
 
@@ -38,25 +38,28 @@ class Interval:
         """Mathematical notation, e.g. ``(-inf, 1)``."""
         return f"{'(' if self.lower_open else '['}{self.lower:g}, {self.upper:g}{')' if self.upper_open else ']'}"
 
+    def _in_words(self) -> str:
+        return f"{self} ({self.meaning})" if self.meaning else str(self)
+
     def contains(self, value: float | Tensor) -> bool | Tensor:
-        """Whether ``value`` lies inside; element by element for a tensor (NaN never does)."""
+        """Tell if ``value`` lies inside, element by element for a tensor; NaN never does."""
         above = value > self.lower if self.lower_open else value >= self.lower
         below = value < self.upper if self.upper_open else value <= self.upper
         return above & below
 
     def error(self, value: object) -> ValueError:
-        """The error for a value outside."""
-        return ValueError(f"{self.name}={value} is not allowed: {self.name} must lie in {self} ({self.meaning}).")
+        """Return the error for a value outside."""
+        return ValueError(f"{self.name}={value} is not allowed: {self.name} must lie in {self._in_words()}.")
 
     def number(self, value: object) -> float:
-        """A plain number inside the interval.
+        """Return a number inside the interval as a float.
 
         Raises:
             TypeError: if ``value`` is not a real number.
             ValueError: if it lies outside.
         """
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{self.name}={value!r} must be a real number in {self} ({self.meaning}).")
+            raise TypeError(f"{self.name}={value!r} must be a real number in {self._in_words()}.")
         value = float(value)
         if not self.contains(value):
             raise self.error(value)
@@ -65,10 +68,10 @@ class Interval:
     def learned(
         self, init: float | None, bounds: object = None, names: tuple[str, str] = ("init", "bounds")
     ) -> tuple[float, tuple[float, float]]:
-        """Where a learned value starts, and the open interval in which it stays, ``learned_range`` by default.
+        """Return where a learned value starts and the open interval in which it stays, ``learned_range`` by default.
 
-        By default it starts at the interval's default, or in the middle where that lies outside ``bounds``. Messages call
-        the two by ``names``.
+        It starts at the interval's default, or in the middle where that lies outside ``bounds``. Messages call the two by
+        ``names``.
 
         Raises:
             TypeError: if ``bounds`` is not two numbers, or ``init`` none.
@@ -83,7 +86,7 @@ class Interval:
         if not (math.isfinite(lo) and math.isfinite(hi) and self.lower <= lo < hi <= self.upper):
             raise ValueError(
                 f"{names[1]}={bounds!r} is not allowed: give a finite interval (lo, hi) with lo < hi; {self.name} must "
-                f"lie in {self} ({self.meaning})."
+                f"lie in {self._in_words()}."
             )
         if init is None:
             init = self.default if lo < self.default < hi else (lo + hi) / 2
@@ -107,7 +110,7 @@ TEMPERATURE = Interval(
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether ``condition`` is True everywhere, as far as this can be known.
+    """Tell if ``condition`` is True everywhere, as far as this can be known.
 
     Under ``torch.compile``, ``torch.func.vmap`` and on the meta device values cannot be looked at; the answer is then
     True, and the mappings return finite numbers outside their domains too.
@@ -121,9 +124,9 @@ def holds(condition: Tensor) -> bool:
 
 
 def option(interval: Interval, value: float | Tensor, scores: Tensor, dim: int) -> float | Tensor:
-    """An option checked against its domain and laid out beside rows of scores.
+    """Check an option against its domain and lay it out beside rows of scores.
 
-    It is a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim``, the dimension to
+    The option is a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim``, the dimension to
     normalise (one value for each row, head, ...); its gradient flows. A tensor comes back with ``dim`` moved last, of the
     same rank as ``scores``.
 
