@@ -40,6 +40,16 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return absolute_error(actual, expected) / max(scale, 1e-4)
 
 
+def rounding_of_sums(model: torch.nn.Module, exact: torch.Tensor) -> float:
+    """Return how far float32 outputs of a small model may lie from ``exact``, whatever the order of its sums.
+
+    To first order each term of each sum on the way, one for each input of each linear layer, rounds once, relative to values
+    about as large as the output's largest.
+    """
+    terms = sum(layer.weight.shape[-1] for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    return terms * torch.finfo(torch.float32).eps * float(exact.abs().max())
+
+
 def assert_forward(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Assert that probabilities or outputs agree within the tolerance of their dtype."""
     error, bound = absolute_error(actual, expected), FORWARD[dtype or actual.dtype]
