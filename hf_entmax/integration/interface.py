@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from hf_entmax.alpha import MappingOptions
+from hf_entmax.alpha import FixedAlpha, MappingOptions
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.discovery import head_count
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.integration.observe import Observer, is_observed, observers_of
 from hf_entmax.integration.parallel import heads_mesh, of_all_heads, of_own_heads, refuse_context_parallel
 from hf_entmax.integration.scaled_query import scaled_query
+from hf_entmax.integration.softmax_blocks import runs_softmax
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.controllable import mapped_attention
@@ -96,7 +97,7 @@ def entmax_attention_forward(
     Raises:
         ValueError: if the module was neither patched nor left alone on purpose.
     """
-    heads, observers = module._modules.get(CHILD), observers_of(module)
+    heads, observers = heads_in_effect(module), observers_of(module)
     if heads is None and not getattr(module, LEFT_ALONE, False) and not is_observed(module):
         raise ValueError(
             f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {CHILD!r}. Call "
@@ -149,6 +150,14 @@ def entmax_attention_forward(
         out = of_own_heads(out, mesh, 2)
     # Transformers knows dense weights alone; sparse rows come only where it asked for none.
     return out, weights if isinstance(weights, Tensor) else None
+
+
+def heads_in_effect(module: nn.Module) -> nn.Module | None:
+    """Return the numbers that an attention module computes with now: its child, or alpha 1 inside `softmax_attention`."""
+    heads = module._modules.get(CHILD)
+    if heads is None or not runs_softmax(module):
+        return heads
+    return FixedAlpha(getattr(heads, "original_module", heads).num_heads, 1.0)  # type: ignore[arg-type]
 
 
 def _attend(

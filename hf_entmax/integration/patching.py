@@ -20,6 +20,7 @@ from hf_entmax.integration.discovery import AttentionSite, attention_sites, chec
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
 from hf_entmax.integration.scaled_query import length_scaling_of
+from hf_entmax.integration.softmax_blocks import runs_softmax, softmax_block
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -324,10 +325,13 @@ def restore(model: PreTrainedModel) -> None:
 def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
     """Run a patched model with plain softmax attention for a while, for comparisons.
 
-    Alpha is 1 everywhere and no length scaling is applied.
+    Alpha is 1 everywhere and no length scaling is applied. This holds for what the calling thread (or asyncio task) runs inside
+    the block; other threads go on with entmax. Blocks may be nested and left in any order. The model itself is not changed: what
+    is saved, copied or unpatched inside is the sparse model. A compiled model leaves its graph inside the block; compiled with
+    ``fullgraph=True`` it raises.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: if the model is not patched; when it runs with gradients and checkpoints its layers.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -341,16 +345,8 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
         {'decoder_self': tensor([[2., 2.]])}
     """
     entmax_config(model)
-    held = [
-        (site, site.module._modules[CHILD]) for site in attention_sites(model) if attaching.heads_of(site) is not None
-    ]
-    try:
-        for site, _ in held:
-            site.module._modules[CHILD] = FixedAlpha(site.num_heads, 1.0)
+    with softmax_block(model, [site.module for site in attention_sites(model)]):
         yield
-    finally:
-        for site, heads in held:
-            site.module._modules[CHILD] = heads
 
 
 def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -384,7 +380,7 @@ def _keep_float32(model: PreTrainedModel, config: EntmaxConfig) -> None:
 
 def _alpha_row(site: AttentionSite) -> Tensor:
     heads = attaching.heads_of(site)
-    value = 1.0 if heads is None else heads()
+    value = 1.0 if heads is None or runs_softmax(site.module) else heads()
     if isinstance(value, Tensor):
         return value
     return torch.full((site.num_heads,), float(value))

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from hf_entmax.batches.prepare import evaluation_mode
 from hf_entmax.integration.config_hook import CALIBRATION_KEY
+from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.patching import alphas
+from hf_entmax.integration.softmax_blocks import runs_softmax
 from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.search import Search, Task
 from hf_entmax.training.sensitivity import Loss
@@ -134,6 +136,10 @@ def calibrate_alphas(
             f"calibrate_alphas needs a transformers.PreTrainedModel, not {type(model).__name__}. Give it the model inside."
         )
     _check_arguments(max_loss_increase, steps, learning_rate)
+    if any(runs_softmax(site.module) for site in attention_sites(model)):
+        raise ValueError(
+            "calibrate_alphas would only see softmax inside softmax_attention(model): call it outside the block."
+        )
     vector = AlphaVector(model)
     task = Task(model, batches, loss, vector)
     say = progress or (lambda line: None)
