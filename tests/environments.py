@@ -1,7 +1,8 @@
-"""Throw-away environments: other versions and tools beside the packages that are installed here, which stay as they are."""
+"""What this machine can do, and throw-away environments: other versions and tools beside the packages installed here."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,18 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def inductor_works() -> bool:
+    """Tell if torch.compile's own compiler makes a sum here: it fails without a C++ compiler or under ATEN_CPU_CAPABILITY=default."""
+    import torch
+
+    try:
+        torch.compile(lambda x: (x.double() * 2).sum(-1), fullgraph=True)(torch.ones(3, 40))
+    except Exception:
+        return False
+    return True
 
 
 def make(folder: Path, packages: list[str], *, pinned: tuple[str, ...] = ()) -> Path:

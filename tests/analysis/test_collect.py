@@ -96,6 +96,10 @@ def plain_tokenizer():
     return tiny_tokenizers.wordpiece([f"w{i}" for i in range(20)] + [f"##x{i}" for i in range(15)])
 
 
+#: Relative difference of sums over float32 forward passes of batches of other shapes: some hundred roundings.
+OTHER_SHAPES = 300 * torch.finfo(torch.float32).eps
+
+
 def same(first: AttentionStatistics, second: AttentionStatistics, tolerance: float = 1e-6) -> None:
     assert first.sites.keys() == second.sites.keys()
     for site in first.sites:
@@ -171,9 +175,9 @@ def test_batch_size_order_and_padding_do_not_matter(make):
     targets = isinstance(model, T5ForConditionalGeneration)
     tokenizer = plain_tokenizer()
     one = collect(model, batches(pairs, 11, targets=targets), tokenizer=tokenizer)
-    same(one, collect(model, batches(pairs, 3, targets=targets), tokenizer=tokenizer), 5e-6)
-    same(one, collect(model, batches(pairs, 1, targets=targets), tokenizer=tokenizer), 5e-6)
-    same(one, collect(model, batches(pairs[::-1], 4, targets=targets), tokenizer=tokenizer), 5e-6)
+    same(one, collect(model, batches(pairs, 3, targets=targets), tokenizer=tokenizer), OTHER_SHAPES)
+    same(one, collect(model, batches(pairs, 1, targets=targets), tokenizer=tokenizer), OTHER_SHAPES)
+    same(one, collect(model, batches(pairs[::-1], 4, targets=targets), tokenizer=tokenizer), OTHER_SHAPES)
     if make is gpt2:
         # Positions of GPT-2 follow the mask only when they are given; T5's are relative.
         return

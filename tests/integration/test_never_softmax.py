@@ -68,11 +68,15 @@ def test_a_compiled_and_an_exported_model_keep_the_check():
     model, batch = patch_model(tiny.build("gpt2"), alpha=1.5), tiny.inputs("gpt2")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        assert torch.allclose(compiled(**batch).logits, model(**batch).logits, atol=1e-6)
+        eager = model(**batch).logits
+        few_roundings = 64 * torch.finfo(torch.float32).eps * float(eager.abs().max())
+        assert torch.allclose(compiled(**batch).logits, eager, atol=few_roundings)
         exported = torch.export.export(model, (), {**batch, "use_cache": False})
         plain = patch_model(tiny.build("gpt2"), alpha=1.5, backend="torch")  # what an exported program holds
         plain.load_state_dict(model.state_dict())
-        assert torch.allclose(exported.module()(**batch, use_cache=False).logits, plain(**batch).logits, atol=1e-6)
+        assert torch.allclose(
+            exported.module()(**batch, use_cache=False).logits, plain(**batch).logits, atol=few_roundings
+        )
     model.config._attn_implementation = "eager"
     with pytest.raises(Exception, match=r"would silently turn it back|Observed exception"):
         compiled(**batch)

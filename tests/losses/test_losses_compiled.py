@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from environments import inductor_works
 from test_losses import oracle_losses
 
 from hf_entmax.losses import EntmaxLoss, entmax_loss, linear_entmax_loss
@@ -18,7 +19,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-def _both(alpha, labels, logits, **options):
+def _both(alpha, labels, logits, backend="aot_eager", **options):
     """Loss and gradients, compiled without a break and eager."""
     results = []
     for compiled in (True, False):
@@ -28,7 +29,7 @@ def _both(alpha, labels, logits, **options):
         def loss(z, y, a=a):
             return entmax_loss(z, y, a, **options)
 
-        function = torch.compile(loss, fullgraph=True) if compiled else loss
+        function = torch.compile(loss, fullgraph=True, backend=backend) if compiled else loss
         value = function(z, labels, a)
         weights = torch.linspace(0.5, 2.0, value.numel()).view(value.shape)
         leaves = [z, a] if isinstance(a, torch.Tensor) else [z]
@@ -36,7 +37,6 @@ def _both(alpha, labels, logits, **options):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "alpha",
     [1.0, 1.5, torch.tensor(1.3), torch.tensor([[1.0], [1.4]])],
@@ -53,6 +53,16 @@ def test_one_graph_gives_what_eager_gives(alpha, classes, options):
 
 
 @pytest.mark.slow
+def test_inductor_gives_what_eager_gives():
+    if not inductor_works():
+        pytest.skip("the inductor of this machine compiles no sum, or there is no C++ compiler")
+    labels = torch.tensor([[0, 3, -100], [4, 3, 0]])
+    for alpha, options in ((1.5, {}), (torch.tensor([[1.0], [1.4]]), {"reduction": "none", "label_smoothing": 0.1})):
+        found, expected = _both(alpha, labels, torch.randn(2, 3, 50) * 2, backend="inductor", **options)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 def test_one_graph_for_distributions_half_precision_and_the_module():
     target = torch.rand(3, 7).softmax(-1)
     for found, expected in zip(*_both(1.5, target, torch.randn(3, 7)), strict=True):
@@ -64,7 +74,7 @@ def test_one_graph_for_distributions_half_precision_and_the_module():
             torch.testing.assert_close(found, expected)
     module = EntmaxLoss(torch.nn.Parameter(torch.tensor(1.5)))
     logits = torch.randn(3, 7, requires_grad=True)
-    torch.compile(module, fullgraph=True)(logits, labels.clamp(min=0)).backward()
+    torch.compile(module, fullgraph=True, backend="aot_eager")(logits, labels.clamp(min=0)).backward()
     by_hand = module.alpha.grad.clone()
     module.alpha.grad = None
     module(logits, labels.clamp(min=0)).backward()
@@ -72,7 +82,7 @@ def test_one_graph_for_distributions_half_precision_and_the_module():
 
 
 def test_one_graph_for_batches_of_any_size_and_no_gradient():
-    compiled = torch.compile(lambda z, y: entmax_loss(z, y, 1.5), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda z, y: entmax_loss(z, y, 1.5), fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (4, 7, 2, 0):
         z, y = torch.randn(rows, 11), torch.randint(11, (rows,))
         torch.testing.assert_close(compiled(z, y), entmax_loss(z, y, 1.5))
@@ -82,18 +92,19 @@ def test_one_graph_for_batches_of_any_size_and_no_gradient():
 
 def test_a_compiled_loss_still_refuses_what_is_wrong():
     with pytest.raises(ValueError, match="labels hold 9"):
-        torch.compile(lambda z, y: entmax_loss(z, y, 1.5), fullgraph=True)(torch.randn(2, 5), torch.tensor([1, 9]))
+        torch.compile(lambda z, y: entmax_loss(z, y, 1.5), fullgraph=True, backend="aot_eager")(
+            torch.randn(2, 5), torch.tensor([1, 9])
+        )
     with pytest.raises(ValueError, match=r"alpha holds 0\.5"):
-        torch.compile(lambda z, y, a: entmax_loss(z, y, a), fullgraph=True)(
+        torch.compile(lambda z, y, a: entmax_loss(z, y, a), fullgraph=True, backend="aot_eager")(
             torch.randn(2, 5), torch.tensor([1, 2]), torch.tensor(0.5)
         )
 
 
-@pytest.mark.slow
 def test_the_linear_loss_compiles_with_breaks():
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     labels = torch.tensor([0, 8, -100, 3, 3, 1])
-    compiled = torch.compile(lambda h, w, y: linear_entmax_loss(h, w, y, 1.5))
+    compiled = torch.compile(lambda h, w, y: linear_entmax_loss(h, w, y, 1.5), backend="aot_eager")
     found, expected = compiled(hidden, weight, labels), linear_entmax_loss(hidden, weight, labels, 1.5)
     torch.testing.assert_close(found, expected)
     for a, b in zip(

@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from environments import inductor_works
 from torch.utils.checkpoint import checkpoint
 
 from hf_entmax.ops import (
@@ -95,6 +96,8 @@ def test_exact_attention_breaks_the_graph():
 
 @pytest.mark.slow
 def test_inductor():
+    if not inductor_works():
+        pytest.skip("the inductor of this machine compiles no sum, or there is no C++ compiler")
     inputs = attention_inputs()
     compiled = torch.compile(attend, fullgraph=True)
     actual, expected = outputs_and_gradients(compiled, inputs), outputs_and_gradients(attend, inputs)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")  # the kernels share rows am
 
 BACKENDS = [n for n, why in available_backends().items() if n != "triton" and why.startswith("available")]
 B, H, H_KV, T, D = 2, 6, 2, 101, 16
+EPS = torch.finfo(torch.float32).eps
 
 
 def grid(*shape, largest=8, digits=4):
@@ -135,7 +136,11 @@ def test_every_option_is_honoured(name, backend):
             query, sketch_keys(key, bits, 16), key, value, alpha, backend=backend, **options
         )
         plain, weights = entmax_attention(query, key, value, alpha, need_weights=True, backend=backend, **options)
-        assert absolute_error(out, plain) <= 1e-6 * float(value.abs().max())
+        # A weight moves by no more than twice what its scores do: a few roundings of sums of products.
+        largest = (query.abs() @ key.abs().repeat_interleave(H // H_KV, dim=1).mT).max() * abs(
+            options.get("scaling", D**-0.5)
+        )
+        assert absolute_error(out, plain) <= 8 * EPS * float(largest.clamp(min=1)) * float(value.abs().max())
         visible = AttentionOptions(**options).visible(queries, T, query.device)
         visible = torch.ones(1, dtype=torch.bool) if visible is None else visible
         assert torch.equal(counts.total, visible.expand(B, H, queries, T).sum((-1, -2)))

@@ -11,6 +11,7 @@ import fresh
 import pytest
 import reference
 import torch
+from environments import inductor_works
 
 pytest.importorskip("numba")
 
@@ -549,6 +550,8 @@ def test_offsets_beyond_two_to_the_31():
 
 @pytest.mark.slow
 def test_inductor():
+    if not inductor_works():
+        pytest.skip("the inductor of this machine compiles no sum, or there is no C++ compiler")
     tensors = make_inputs(D=32)
 
     def attend(*tensors):
