@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from hf_entmax.ops.backends import available_backends
     from hf_entmax.ops.controllable import register_mapping
     from hf_entmax.training.calibration import calibrate_alphas
+    from hf_entmax.training.sparsify import sparsify
 
 _LAZY = {
     "EntmaxConfig": "hf_entmax.config",
     "available_backends": "hf_entmax.ops.backends",
     "calibrate_alphas": "hf_entmax.training.calibration",
     "register_mapping": "hf_entmax.ops.controllable",
+    "sparsify": "hf_entmax.training.sparsify",
     "unpatched_softmax": "hf_entmax.integration.discovery",
     **dict.fromkeys(
         [
@@ -75,6 +77,7 @@ __all__ = [
     "register_mapping",
     "set_alphas",
     "softmax_attention",
+    "sparsify",
     "training",
     "unpatch_model",
     "unpatched_softmax",

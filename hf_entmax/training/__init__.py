@@ -13,6 +13,7 @@ from hf_entmax.training.loss_budget import LossBudgetCallback
 from hf_entmax.training.losses import SmoothedEntmaxLoss
 from hf_entmax.training.parameters import alpha_parameter_groups
 from hf_entmax.training.schedules import AlphaSchedule
+from hf_entmax.training.sparsify import SparsityReport, sparsify
 
 __all__ = [
     "AlphaLoggingCallback",
@@ -23,6 +24,7 @@ __all__ = [
     "LossBudget",
     "LossBudgetCallback",
     "SmoothedEntmaxLoss",
+    "SparsityReport",
     "alpha_parameter_groups",
     "attention_density",
     "attention_distillation",
@@ -31,4 +33,5 @@ __all__ = [
     "logit_distillation",
     "record_attention",
     "soft_density",
+    "sparsify",
 ]

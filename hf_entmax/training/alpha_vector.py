@@ -99,6 +99,12 @@ class AlphaVector:
         for place, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             parameter.copy_(part if place < len(self._alphas) else part.exp() - 1)
 
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """Return what the model has, float64 ``[N]`` on the CPU."""
+        own = [parameter.detach().double().cpu() for parameter in self.parameters]
+        return torch.cat([part if place < len(self._alphas) else (1 + part).log() for place, part in enumerate(own)])
+
     def slope(self, loss: Tensor) -> Tensor:
         """Derivative of a loss in the values: float64 ``[N]`` on the CPU, 0 where there is none."""
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)

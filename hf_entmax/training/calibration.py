@@ -144,7 +144,7 @@ def calibrate_alphas(
     task = Task(model, batches, loss, vector)
     say = progress or (lambda line: None)
     start, done = [parameter.detach().clone() for parameter in vector.parameters], False
-    with _only(model, vector):
+    with evaluated_alone(model, vector):
         try:
             before = task.measure_softmax()
             say(f"softmax: {before:.4f} nats per token")
@@ -176,7 +176,7 @@ def _check_arguments(budget: float, steps: int, learning_rate: float) -> None:
 
 
 @contextlib.contextmanager
-def _only(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
+def evaluated_alone(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
     """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was."""
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     own = {id(parameter) for parameter in vector.parameters}

@@ -82,6 +82,10 @@ class Task:
         counts = [self.counts[i] for i in batches]
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 
+    def judge_by_all(self) -> None:
+        """Let every batch judge: nothing is fitted to them."""
+        self.judging = list(range(len(self.batches)))
+
     @property
     def before(self) -> float:
         """The loss with softmax attention of the batches that judge."""
@@ -238,30 +242,16 @@ class Search:
             share = min(_HIGHEST, 2 * low) if high == math.inf else (low + high) / 2 if low else high / 3
 
     def refine(self, price: float, steps: int, learning_rate: float) -> None:
-        """Adam on the values: loss + pressure * soft density, the pressure moved by what the batches that judge say.
-
-        The loss of one batch is much noisier than a budget is large: nothing could be told from it.
-        """
+        """Gradient steps on loss + pressure * soft density; the pressure goes up while the loss is within the budget."""
         if not steps:
             return
-        # From the very bottom no step would lead up within this search: the slope of alpha in `a` is almost 0 there.
-        values = self.vector.clamp(self.best, least=_LEAST)
+
+        def judge(values: Tensor, step: int) -> bool:
+            return self.try_(values, f"step {step}") > self.budget
+
         # The soft density falls less than the density itself: below some 20 times that price nothing moved on SmolLM2.
         pressure = max(20 * price, 100 * self.budget)
-        optimizer = torch.optim.Adam([values], lr=learning_rate)
-        for step in range(1, steps + 1):
-            optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
-            self.vector.set_(values)
-            loss, density = self.task.loss_and_density(self.task.fitted[step % len(self.task.fitted)])
-            slope = self.vector.slope(loss + pressure * density)
-            if not bool(slope.isfinite().all()):
-                break
-            values.grad = slope
-            optimizer.step()
-            values.copy_(self.vector.clamp(values))
-            if step % _JUDGED == 0 and step < steps:
-                rise = self.try_(values.clone(), f"step {step}, pressure {pressure:.3g}")
-                pressure *= _PUSH if rise <= self.budget else 1 / _PUSH
+        values = descend(self.task, self.vector, self.best, pressure, steps, learning_rate, judge)
         self._draw_back(self.best, values)
 
     def _draw_back(self, origin: Tensor, reached: Tensor) -> None:
@@ -276,5 +266,53 @@ class Search:
             share = 1.5 * low if high == math.inf else (low + high) / 2
 
 
+def descend(
+    task: Task,
+    vector: AlphaVector,
+    start: Tensor,
+    pressure: float,
+    steps: int,
+    learning_rate: float,
+    judge: Callable[[Tensor, int], bool],
+) -> Tensor:
+    """Adam on the values: loss + pressure * soft density, the pressure moved by what the batches that judge say.
+
+    The loss of one batch is much noisier than a budget is large: nothing could be told from it.
+
+    Args:
+        task: the batches.
+        vector: whose values are moved.
+        start: the first values.
+        pressure: the first pressure, nats per unit of density.
+        steps: how many, one batch each.
+        learning_rate: falls to 0 on a cosine.
+        judge: called with values and step every few steps; True where the pressure is to go down.
+
+    Returns:
+        The last values, not measured.
+    """
+    # From the very bottom no step would lead up within this search: the slope of alpha in `a` is almost 0 there.
+    values = vector.clamp(start, least=_LEAST)
+    optimizer = torch.optim.Adam([values], lr=learning_rate)
+    for step in range(1, steps + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
+        vector.set_(values)
+        loss, density = task.loss_and_density(task.fitted[step % len(task.fitted)])
+        slope = vector.slope(loss + pressure * density)
+        if not bool(slope.isfinite().all()):
+            break
+        values.grad = slope
+        optimizer.step()
+        values.copy_(vector.clamp(values))
+        if step % _JUDGED == 0 and step < steps:
+            pressure *= 1 / _PUSH if judge(values.clone(), step) else _PUSH
+    return values
+
+
+def mean_density(density: Mapping[str, Tensor]) -> float:
+    """Mean over all heads of a table of densities by site."""
+    return float(torch.cat([values.flatten() for values in density.values()]).nanmean())
+
+
 def _zeros(density: dict[str, Tensor]) -> float:
-    return 1.0 - float(torch.cat([values.flatten() for values in density.values()]).nanmean())
+    return 1.0 - mean_density(density)
