@@ -32,6 +32,8 @@ from typing import Any
 CONFIG_KEY = "entmax_config"
 #: Where `hf_entmax.calibrate_alphas` leaves what it found.
 CALIBRATION_KEY = "entmax_calibration"
+#: Where `hf_entmax.sparsify` leaves its report.
+SPARSITY_KEY = "entmax_sparsity"
 #: Where `hf_entmax.generation.calibrate_sets` leaves what it found.
 SETS_KEY = "entmax_sets"
 #: The name under which the attention function is registered. Transformers treats names with "flash", "sdpa", "flex" or

@@ -35,7 +35,7 @@ def install() -> None:
         ("get_correct_attn_implementation", ["self", "requested_attention", "is_init_check"], _get_correct),
         ("_adjust_missing_and_unexpected_keys", ["self", "loading_info"], _adjust_keys),
         ("save_pretrained", ["self", "save_directory", "is_main_process"], _save_pretrained),
-        ("_upload_modified_files", ["self", "working_dir"], _upload),
+        ("_upload_modified_files", ["self", "working_dir", "repo_id"], _upload),
     ]
     for name, parameters, _ in expected:
         require(PreTrainedModel, name, parameters)
@@ -51,10 +51,12 @@ def install() -> None:
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: PreTrainedModel) -> None:
         original(self)
-        if getattr(self.config, CONFIG_KEY, None) is not None:
-            from hf_entmax.integration.patching import restore
+        from hf_entmax.integration.patching import adopt, restore
 
+        if getattr(self.config, CONFIG_KEY, None) is not None:
             restore(self)
+        else:
+            adopt(self)
 
     return post_init
 
@@ -124,24 +126,33 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         result = original(self, save_directory, is_main_process, *args, **kwargs)
-        if is_main_process and getattr(self.config, CONFIG_KEY, None) is not None:
-            from hf_entmax.integration.card import write_model_card
-
-            write_model_card(self, save_directory)
+        if is_main_process:
+            _write_card(self, save_directory)
         return result
 
     return save_pretrained
 
 
 def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
-    def upload_modified_files(self: Any, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, PreTrainedModel) and getattr(self.config, CONFIG_KEY, None) is not None:
-            from hf_entmax.integration.card import write_model_card
-
-            write_model_card(self, working_dir)
-        return original(self, working_dir, *args, **kwargs)
+    def upload_modified_files(
+        self: Any, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(self, PreTrainedModel):
+            _write_card(self, working_dir, repo_id)
+        return original(self, working_dir, repo_id, *args, **kwargs)
 
     return upload_modified_files
+
+
+def _write_card(
+    model: PreTrainedModel, directory: str | os.PathLike[str], path_or_hub_id: str = "PATH_OR_HUB_ID"
+) -> None:
+    from hf_entmax.integration.patching import stored_configs
+
+    if len(stored_configs(model.config)) == 1:  # parts that are patched differently have cards of their own
+        from hf_entmax.integration.card import write_model_card
+
+        write_model_card(model, directory, path_or_hub_id)
 
 
 def _is_ours(key: str) -> bool:

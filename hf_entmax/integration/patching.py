@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig, config_from
 from hf_entmax.integration import attach as attaching
-from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY
+from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY, SPARSITY_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
 from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
@@ -111,28 +111,30 @@ def unpatch_model(model: ModelT) -> ModelT:
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched: there is nothing to undo.")
     remove_output(model)
-    previous = model.__dict__.pop(_PREVIOUS, None)
+    previous = [pair for submodel in _submodels(model) for pair in submodel.__dict__.pop(_PREVIOUS, ())]
     configs = _patched_configs(model)
     attaching.detach(model)
     for model_config in configs:
-        for key in (CONFIG_KEY, CALIBRATION_KEY):
+        for key in (CONFIG_KEY, CALIBRATION_KEY, SPARSITY_KEY):
             if hasattr(model_config, key):
                 delattr(model_config, key)
-    if previous is None:  # loaded from a checkpoint: back to what Transformers would have chosen
-        previous = [(c, model.get_correct_attn_implementation(None)) for c in configs]
+    known = {id(c) for c, _ in previous}
+    # Loaded from a checkpoint: back to what Transformers would have chosen.
+    previous += [(c, model.get_correct_attn_implementation(None)) for c in configs if id(c) not in known]
     for model_config, implementation in previous:
         model_config._attn_implementation_internal = implementation
     for submodel in _submodels(model):
         if _PREVIOUS_FP32 in submodel.__dict__:
             submodel._keep_in_fp32_modules_strict = submodel.__dict__.pop(_PREVIOUS_FP32)
-    model.model_tags = [tag for tag in model.model_tags or () if tag not in MODEL_TAGS]
-    if not model.model_tags:
-        del model.model_tags  # the class's own None shows again
+        if "model_tags" in submodel.__dict__:
+            submodel.model_tags = [tag for tag in submodel.model_tags or () if tag not in MODEL_TAGS]
+            if not submodel.model_tags:
+                del submodel.model_tags  # the class's own None shows again
     return model
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model (or, for a wrapped one, the model inside) carries an entmax configuration.
+    """Whether a model (or, for a wrapped one, the model inside) or a part of it carries an entmax configuration.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -141,19 +143,35 @@ def is_patched(model: object) -> bool:
         >>> hf_entmax.is_patched(model), hf_entmax.is_patched(hf_entmax.patch_model(model))
         (False, True)
     """
-    config = getattr(model, "config", None)
-    return getattr(config, CONFIG_KEY, None) is not None
+    return bool(stored_configs(getattr(model, "config", None)))
 
 
 def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
     """The configuration that a model was patched with.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: if the model is not patched, or its parts are patched differently.
     """
-    if not is_patched(model):
+    found = stored_configs(model.config)
+    if not found:
         raise ValueError(f"{type(model).__name__} is not patched: call hf_entmax.patch_model(model) first.")
-    return EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
+    if len(found) > 1:
+        raise ValueError(
+            f"The parts of this {type(model).__name__} are patched differently: give the part (model.encoder, model.decoder, "
+            "...), or call hf_entmax.unpatch_model(model) and patch the whole."
+        )
+    return EntmaxConfig.from_dict(found[0])
+
+
+def stored_configs(config: Any) -> list[dict[str, Any]]:
+    """The different entmax configurations that a model's configuration holds: its own, or those of its parts."""
+    own = getattr(config, CONFIG_KEY, None)
+    if own is not None:
+        return [own]
+    found: list[dict[str, Any]] = []
+    for name in getattr(config, "sub_configs", ()):
+        found += [record for record in stored_configs(getattr(config, name, None)) if record not in found]
+    return found
 
 
 def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
@@ -307,7 +325,8 @@ def update_config(model: PreTrainedModel, **changes: Any) -> EntmaxConfig:
     """Change fields of the stored configuration of a patched model and of all its sub-models; validated."""
     config = entmax_config(model).replace(**changes)
     for model_config in _patched_configs(model):
-        setattr(model_config, CONFIG_KEY, config.to_dict())
+        if hasattr(model_config, CONFIG_KEY):
+            setattr(model_config, CONFIG_KEY, config.to_dict())
     return config
 
 
@@ -319,6 +338,30 @@ def restore(model: PreTrainedModel) -> None:
     _keep_float32(model, config)
     install_output(model, config)
     model.add_model_tags(list(MODEL_TAGS))
+
+
+def adopt(model: PreTrainedModel) -> None:
+    """Make a model that was put together from patched parts a patched model, where its parts are patched alike.
+
+    Called for every model that Transformers builds. Selections, and alphas that layers share, mean something else in a whole
+    than in a part: such parts stay what they are, each with a configuration of its own.
+    """
+    found = stored_configs(model.config)
+    if len(found) != 1 or hasattr(model.config, CONFIG_KEY):
+        return
+    config = EntmaxConfig.from_dict(found[0])
+    selects = config.sites is not None or config.layers is not None or config.exclude
+    sites = attention_sites(model)
+    if selects or config.tie in ("site", "model") or any(attaching.heads_of(site) is None for site in sites):
+        if config.output_alpha is not None or config.output_mapping is not None:
+            raise ValueError(
+                f"A part of this {type(model).__name__} was patched with an output loss, which the whole would silently replace by "
+                "its own. Unpatch the parts, put them together, and patch the whole."
+            )
+        return
+    setattr(model.config, CONFIG_KEY, config.to_dict())
+    model.config._attn_implementation_internal = IMPLEMENTATION
+    restore(model)
 
 
 @contextlib.contextmanager

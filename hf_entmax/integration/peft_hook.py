@@ -8,6 +8,7 @@ So the adapter's own configuration carries the entmax configuration and the alph
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import threading
 import warnings
@@ -42,12 +43,16 @@ def install() -> None:
 
     if getattr(PeftModel, "_hf_entmax_hooked", False):
         return
-    require(PeftModel, "save_pretrained", ["self", "save_directory"])
+    require(PeftModel, "save_pretrained", ["self", "save_directory", "safe_serialization", "selected_adapters"])
     require(PeftModel, "__init__", ["self", "model", "peft_config"])
     require(PeftConfigMixin, "from_json_file", ["path_json_file"])
     require(PeftConfigMixin, "from_pretrained", ["pretrained_model_name_or_path"])
     require(BaseTuner, "inject_adapter", ["self", "model", "adapter_name"])
+    require(PeftModel, "create_or_update_model_card", ["self", "output_dir"])
+    require(PeftModel, "_upload_modified_files", ["self", "working_dir", "repo_id"])
     PeftModel.save_pretrained = _save(PeftModel.save_pretrained)
+    PeftModel.create_or_update_model_card = _card(PeftModel.create_or_update_model_card)
+    PeftModel._upload_modified_files = _upload(PeftModel._upload_modified_files)
     PeftModel.__init__ = _init(PeftModel.__init__)
     BaseTuner.inject_adapter = _inject(BaseTuner.inject_adapter)
     for name, make in (("from_json_file", _from_json), ("from_pretrained", _from_pretrained)):
@@ -56,15 +61,21 @@ def install() -> None:
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
         result = original(self, save_directory, *args, **kwargs)
         base = self.get_base_model()
         entmax = getattr(getattr(base, "config", None), CONFIG_KEY, None)
-        if entmax is None:
+        given = signature.bind(self, save_directory, *args, **kwargs)
+        given.apply_defaults()
+        if entmax is None or not given.arguments.get("is_main_process", True):
             return result
         state = {name: values.tolist() for name, values in _numbers(base).items()}
-        for path in Path(save_directory).rglob("adapter_config.json"):
+        # Only what this call has written: below the folder there may be adapters of other runs.
+        for name in given.arguments["selected_adapters"] or list(self.peft_config):
+            path = Path(save_directory, *([] if name == "default" else [name]), "adapter_config.json")
             record = json.loads(path.read_text(encoding="utf-8"))
             record["peft_type"] = record["peft_type"].removesuffix(_TYPE_SUFFIX) + _TYPE_SUFFIX
             record |= {CONFIG_KEY: entmax, _STATE_KEY: state}
@@ -72,6 +83,30 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return save_pretrained
+
+
+def _card(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_or_update_model_card(self: Any, output_dir: str, path: str = "PATH_OR_HUB_ID") -> None:
+        original(self, output_dir)
+        base = self.get_base_model()
+        if getattr(getattr(base, "config", None), CONFIG_KEY, None) is not None:
+            from hf_entmax.integration.card import add_to_card, card_section
+
+            add_to_card(Path(output_dir, "README.md"), card_section(base, path, adapter=True))
+
+    return create_or_update_model_card
+
+
+def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def upload_modified_files(self: Any, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # What save_pretrained wrote has just been replaced by an empty card.
+        if getattr(getattr(self.get_base_model(), "config", None), CONFIG_KEY, None) is not None:
+            self.create_or_update_model_card(working_dir, repo_id)
+        return original(self, working_dir, repo_id, *args, **kwargs)
+
+    return upload_modified_files
 
 
 def _from_json(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +173,11 @@ def _warn_of_frozen_alphas(model: Any, peft_config: Any) -> None:
 
 
 def _make_ready(model: Any, peft_config: Any) -> None:
-    """Patch the base as the adapter's was; refuse a base that is patched in another way."""
+    """Give the base the patch and the alphas that the adapter was trained over, or refuse.
+
+    Raises:
+        ValueError: if the base is patched in another way, or another adapter on it needs other alphas.
+    """
     stored = getattr(peft_config, _ATTRIBUTE, None)
     if stored is None:
         return
@@ -146,14 +185,41 @@ def _make_ready(model: Any, peft_config: Any) -> None:
     from hf_entmax.integration.patching import entmax_config, is_patched, patch_model
 
     config, state = EntmaxConfig.from_dict(stored[0]), stored[1]
+    shared = _has_adapters(model)
     if not is_patched(model):
+        if shared:
+            raise ValueError(
+                f"This adapter was trained over a base with {config}; another adapter is on this base, and it was trained over "
+                "softmax attention. Load each over a base of its own."
+            )
         patch_model(model, config)
         _load_numbers(model, state)
-    elif entmax_config(model) != config:
+        return
+    if entmax_config(model) != config:
         raise ValueError(
             f"This adapter was trained over a base with {config}; the base at hand is patched with {entmax_config(model)}. "
             "Give it the plain base, which is then patched as the adapter needs, or one that is patched the same way."
         )
+    own = _numbers(model)
+    if all(name in own and own[name].tolist() == values for name, values in state.items()) and len(own) == len(state):
+        return
+    if not shared:
+        _load_numbers(model, state)
+        warnings.warn(
+            "The alphas of this base are not those that the adapter was trained over: they were replaced by the adapter's.",
+            stacklevel=4,
+        )
+    elif CHILD not in (getattr(peft_config, "modules_to_save", None) or ()):  # else it has alphas of its own
+        raise ValueError(
+            "This adapter was trained over other alphas than the base has, and another adapter on the base needs those. Load "
+            f"each over a base of its own, or train adapters with modules_to_save=[{CHILD!r}], which keeps the alphas of each."
+        )
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
 def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:

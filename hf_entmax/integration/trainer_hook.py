@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def install() -> None:
         "evaluation_loop",
         ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     )
+    require(Trainer, "create_model_card", ["self", "language"])
     original_init, original_on_log, original_loop = Trainer.__init__, CallbackHandler.on_log, Trainer.evaluation_loop
+    original_card = Trainer.create_model_card
 
     @functools.wraps(original_init)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -61,10 +64,30 @@ def install() -> None:
             result.metrics[f"{metric_key_prefix}_support_size"] = support
         return result
 
+    @functools.wraps(original_card)
+    def create_model_card(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        original_card(self, *args, **kwargs)
+        _complete_card(self)
+
     Trainer.__init__ = init
+    Trainer.create_model_card = create_model_card  # type: ignore[method-assign]
     Trainer.evaluation_loop = evaluation_loop
     CallbackHandler.on_log = on_log  # type: ignore[method-assign,assignment]
     Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _complete_card(trainer: Any) -> None:
+    """Say in the Trainer's own card how the model is loaded, and what its attention is."""
+    path = Path(trainer.args.output_dir, "README.md")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    adapter = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    base = model.get_base_model() if adapter else model
+    config = getattr(base, "config", None)
+    if not trainer.is_world_process_zero() or not path.is_file() or getattr(config, CONFIG_KEY, None) is None:
+        return
+    from hf_entmax.integration.card import add_to_card, card_section
+
+    add_to_card(path, card_section(base, trainer.hub_model_id or trainer.args.output_dir, adapter=adapter))
 
 
 def _refuse_other_losses(trainer: Any) -> None:

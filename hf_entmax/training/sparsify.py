@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_entmax.integration.config_hook import CALIBRATION_KEY, SPARSITY_KEY
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.patching import alphas, is_patched, patch_model, unpatch_model
 from hf_entmax.integration.softmax_blocks import runs_softmax
@@ -69,9 +70,10 @@ class SparsityReport:
         return mean_density(self.density)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only."""
+        """Plain types only: what is saved with the model, as ``model.config.entmax_sparsity``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain = lambda table: {site: rows.tolist() for site, rows in table.items()}  # noqa: E731
+        number = lambda x: None if math.isnan(x) else round(x, 4)  # noqa: E731 - JSON knows no NaN
+        plain = lambda table: {site: [[number(x) for x in row] for row in v.tolist()] for site, v in table.items()}  # noqa: E731
         return fields | {
             "alphas": plain(self.alphas),
             "density": plain(self.density),
@@ -209,9 +211,14 @@ def sparsify(
                 unpatch_model(model)
             else:
                 vector.set_(start)
-    return SparsityReport(
-        before, after, table, alphas(model), report.tokens, goal, wanted, reached, train, steps, time.perf_counter() - begin
-    )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    found = SparsityReport(
+        before, after, table, alphas(model), report.tokens, goal, wanted, reached, train, steps, seconds
+    )
+    if hasattr(model.config, CALIBRATION_KEY):  # of an earlier search: no longer true
+        delattr(model.config, CALIBRATION_KEY)
+    setattr(model.config, SPARSITY_KEY, found.to_dict())
+    return found
 
 
 def _search(

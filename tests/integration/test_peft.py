@@ -139,3 +139,70 @@ def test_no_warning_where_nothing_learned_is_frozen(options, lora, recwarn):
         patch_model(tiny.build("llama"), **options), peft.LoraConfig(r=2, target_modules=["q_proj"], **lora)
     )
     assert not [w for w in recwarn if "froze" in str(w.message)]
+
+
+def test_saving_touches_only_what_it_wrote(tmp_path):
+    plain = peft.get_peft_model(_base(tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    plain.save_pretrained(tmp_path / "d/other")
+    early = _adapter(tmp_path, (), alpha_init=1.2)
+    early.save_pretrained(tmp_path / "d/checkpoint-1")
+    before = {path: path.read_bytes() for path in (tmp_path / "d").rglob("adapter_config.json")}
+    late = _adapter(tmp_path, (), alpha_init=1.7)
+    late.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    late.save_pretrained(tmp_path / "d")
+    assert len(before) == 2 and all(path.read_bytes() == text for path, text in before.items())
+    for folder in ("d", "d/second"):
+        assert "entmax" in (tmp_path / folder / "adapter_config.json").read_text()
+    assert not is_patched(peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "d/other"))
+    again = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "d/checkpoint-1")
+    assert torch.allclose(alphas(again.get_base_model())["decoder_self"], torch.tensor(1.2))
+
+
+def test_a_process_that_is_not_the_main_one_writes_nothing(tmp_path):
+    _adapter(tmp_path, ()).save_pretrained(tmp_path / "adapter", is_main_process=False)
+    assert not list(tmp_path.rglob("adapter_config.json"))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_an_adapter_brings_its_alphas_to_a_base_that_is_patched_alike(tmp_path, native):
+    trained = _adapter(tmp_path, ())
+    set_alphas(trained.get_base_model(), 1.9)
+    trained.save_pretrained(tmp_path / "adapter")
+    base = patch_model(_base(tmp_path))
+    with pytest.warns(UserWarning, match="replaced by the adapter's"):
+        if native:
+            base.load_adapter(str(tmp_path / "adapter"))
+        else:
+            again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.allclose(alphas(base)["decoder_self"], torch.tensor(1.9))
+    if not native:
+        assert torch.equal(_logits(again), _logits(trained))
+
+
+def test_two_adapters_that_need_other_alphas_do_not_share_a_base(tmp_path):
+    for name, value in (("low", 1.2), ("high", 1.9), ("low-too", 1.2)):
+        model = _adapter(tmp_path, ())
+        set_alphas(model.get_base_model(), value)
+        model.save_pretrained(tmp_path / name)
+    model = peft.PeftModel.from_pretrained(_base(tmp_path), tmp_path / "low")
+    model.load_adapter(tmp_path / "low-too", "same")
+    with pytest.raises(ValueError, match="trained over other alphas"):
+        model.load_adapter(tmp_path / "high", "other")
+    assert torch.allclose(alphas(model.get_base_model())["decoder_self"], torch.tensor(1.2))
+
+
+def test_a_sparse_adapter_does_not_join_one_that_needs_softmax(tmp_path):
+    plain = peft.get_peft_model(_base(tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    _adapter(tmp_path, ()).save_pretrained(tmp_path / "sparse")
+    with pytest.raises(ValueError, match="softmax attention"):
+        plain.load_adapter(tmp_path / "sparse", "sparse")
+    assert not is_patched(plain.get_base_model())
+
+
+def test_the_card_of_an_adapter_says_how_it_is_loaded(tmp_path):
+    model = _adapter(tmp_path)
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "adapter")
+        card = (tmp_path / "adapter/README.md").read_text()
+        assert card.count("import hf_entmax") == 1 and "PeftModel.from_pretrained(base" in card
+        assert card.startswith("---\n") and "library_name: peft" in card

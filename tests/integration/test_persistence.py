@@ -378,7 +378,8 @@ def test_push_to_hub_uploads_weights_configuration_and_card(tmp_path, monkeypatc
     assert json.loads(uploaded["config.json"])["attn_implementation"] == "hf_entmax"
     weights = safetensors.torch.load(uploaded["model.safetensors"])
     assert sum("entmax_norm" in k for k in weights) == 6
-    assert "| encoder_self | 2 | 4 | all layers |" in uploaded["README.md"].decode()
+    card = uploaded["README.md"].decode()
+    assert "| encoder_self | 2 | 4 | all layers |" in card and 'from_pretrained("someone/my-sparse-bart")' in card
 
 
 def test_the_card_of_a_sharded_model_does_not_read_its_alphas():
@@ -395,3 +396,98 @@ def test_the_card_of_a_sharded_model_does_not_read_its_alphas():
         assert "sharded" in _range_in_words(sharded)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_card_drops_a_calibration_that_is_no_longer_true(tmp_path):
+    model = _patched("llama")
+    hf_entmax.calibrate_alphas(model, [tiny.inputs("llama", labels=True, seed=seed) for seed in (0, 1)], 0.05)
+    model.save_pretrained(tmp_path)
+    assert "the alphas were calibrated on" in (tmp_path / "README.md").read_text()
+    hf_entmax.set_alphas(model, 1.9)
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "calibrated once and have changed since" in card and "the alphas were calibrated on" not in card
+
+
+def test_the_card_says_what_a_stranger_needs(tmp_path):
+    model = patch_model(tiny.build("llama"))
+    model.save_pretrained(tmp_path / "first")
+    card = (tmp_path / "first/README.md").read_text()
+    assert "pipeline_tag: text-generation" in card and "nothing was learned yet" in card
+    assert "AutoTokenizer.from_pretrained" in card and "model.generate(" in card
+    (tmp_path / "first/README.md").write_text("---\nlicense: apache-2.0\n---\nwords")
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    hf_entmax.set_alphas(again, 1.5)
+    again.save_pretrained(tmp_path / "second")
+    card = (tmp_path / "second/README.md").read_text()
+    assert "license: apache-2.0" in card and "nothing was learned yet" not in card
+    batches = [tiny.inputs("llama", labels=True, seed=seed) for seed in range(3)]
+    report = hf_entmax.sparsify(again, batches, max_loss_increase=0.1, progress=None)
+    again.save_pretrained(tmp_path / "third")
+    card = (tmp_path / "third/README.md").read_text()
+    assert f"{100 * report.mean_density:.1f} % of the attention weights are not zero" in card
+    assert f"{report.loss_before:.4f} with softmax" in card
+    reloaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "third")
+    assert reloaded.config.entmax_sparsity["tokens"] == report.tokens
+
+
+def test_the_card_of_a_trainer_says_how_the_model_is_loaded(tmp_path):
+    model = _patched("llama")
+    trainer = tf.Trainer(model, tf.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True))
+    trainer.hub_model_id = "someone/sparse"
+    for _ in range(2):
+        trainer.save_model()
+        trainer.create_model_card(model_name="sparse")
+        card = (tmp_path / "run/README.md").read_text()
+        assert card.count("import hf_entmax") == 1 and 'from_pretrained("someone/sparse")' in card
+        assert "automatically" in card and "## Training procedure" in card  # the Trainer's own words stay
+    plain = tf.Trainer(tiny.build("llama"), tf.TrainingArguments(str(tmp_path / "plain"), report_to=[], use_cpu=True))
+    plain.create_model_card()
+    assert "hf_entmax" not in (tmp_path / "plain/README.md").read_text()
+
+
+@pytest.mark.parametrize("options", [{"alpha_init": 1.4}, {"alpha": 1.5}, {"alpha": 1.5, "layers": (0,)}], ids=str)
+def test_a_composite_of_patched_parts_is_a_patched_model(tmp_path, options):
+    patch_model(tiny.build("bert"), **options).save_pretrained(tmp_path / "part")
+    model = tf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "part", tmp_path / "part").eval()
+    assert is_patched(model) and hf_entmax.entmax_config(model).alpha == options.get("alpha", "learned")
+    assert set(hf_entmax.alphas(model)) == {"encoder_self", "decoder_self", "cross"}
+    with pytest.raises(ValueError, match="patched already"):
+        patch_model(model)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    ids = torch.randint(5, 30, (2, 6))
+    model.save_pretrained(tmp_path / "whole")
+    assert (tmp_path / "whole/README.md").is_file()
+    again = tf.EncoderDecoderModel.from_pretrained(tmp_path / "whole").eval()
+    sparse = model(input_ids=ids, labels=ids).logits
+    assert is_patched(again) and torch.equal(again(input_ids=ids, labels=ids).logits, sparse)
+    with hf_entmax.softmax_attention(model):
+        softmax = model(input_ids=ids, labels=ids).logits
+    hf_entmax.unpatch_model(model)
+    assert not is_patched(model) and not is_patched(model.encoder) and not is_patched(model.decoder)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).logits, softmax)
+    assert not torch.equal(softmax, sparse)
+
+
+def test_a_composite_does_not_lose_the_output_loss_of_its_parts(tmp_path):
+    patch_model(tiny.build("bert"), alpha=1.5, output_alpha=1.5).save_pretrained(tmp_path / "part")
+    model = tf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "part", tmp_path / "part")
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    ids = torch.randint(5, 30, (2, 6))
+    output = model(input_ids=ids, labels=ids)
+    plain = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
+    assert abs(float(output.loss) - float(plain)) > 1e-3
+    patch_model(tiny.build("bert"), alpha=1.5, layers=(0,), output_alpha=1.5).save_pretrained(tmp_path / "selected")
+    with pytest.raises(ValueError, match="silently replace"):
+        tf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "selected", tmp_path / "selected")
+
+
+def test_parts_that_are_patched_differently_say_so(tmp_path):
+    for name, alpha in (("one", 1.3), ("two", 1.8)):
+        patch_model(tiny.build("bert"), alpha=alpha).save_pretrained(tmp_path / name)
+    model = tf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "one", tmp_path / "two")
+    assert is_patched(model)
+    with pytest.raises(ValueError, match="patched differently"):
+        hf_entmax.entmax_config(model)
+    assert float(hf_entmax.alphas(model.decoder)["cross"].max()) == pytest.approx(1.8)
+    assert not is_patched(hf_entmax.unpatch_model(model))

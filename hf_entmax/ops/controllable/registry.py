@@ -106,7 +106,8 @@ ATTENTION_MAPPINGS: dict[str, MappingSpec] = {
         ("softmax", TEMPERATURE, "softmax(z / temperature)", TemperedSoftmaxFunction),
     )
 }
-_OURS = frozenset(("entmax", *ATTENTION_MAPPINGS))
+#: Names that cannot be registered again.
+BUILT_IN = frozenset(("entmax", *ATTENTION_MAPPINGS))
 
 REFUSED_AS_ATTENTION: dict[str, str] = {
     "sparsegen_log": "it is defined for scores > 0 only, and attention scores have both signs; use sparsegen_lin",
@@ -176,7 +177,7 @@ def register_mapping(
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name={name!r} is not allowed: give a Python identifier, such as 'my_mapping'.")
-    if name in _OURS or name in REFUSED_AS_ATTENTION:
+    if name in BUILT_IN or name in REFUSED_AS_ATTENTION:
         raise ValueError(f"{name!r} is a mapping of hf_entmax: choose another name.")
     if name in ATTENTION_MAPPINGS and not exist_ok:
         raise ValueError(f"{name!r} is registered already: choose another name, or replace it with exist_ok=True.")
