@@ -90,15 +90,20 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
     try:
         if config.length_scaling in ("constant", "log"):
             kind = ConstantScaling if config.length_scaling == "constant" else LogScaling
-            scaling = heads.length_scaling = kind(num_heads, *chosen, keep_float32=keep)
-            if isinstance(scaling, ConstantScaling) and scaling.init == "softmax":
-                scaling.soften(heads())
+            heads.length_scaling = kind(num_heads, *chosen, keep_float32=keep)
+            _soften(heads.length_scaling, heads)
         elif config.length_scaling == "adaptive":
             width = input_width(site.module)
             heads.length_scaling = AdaptiveScaling(num_heads, width, *chosen, keep_float32=keep)
     except ValueError as error:
         raise ValueError(f"{site.name}: {error}") from error
     return heads
+
+
+def _soften(scaling: nn.Module, heads: nn.Module) -> None:
+    """Start a temperature where these alphas are about as sharp as softmax, if that is how it is to start."""
+    if isinstance(scaling, ConstantScaling) and scaling.init == "softmax":
+        scaling.soften(heads())
 
 
 def _mapping_heads(num_heads: int, config: EntmaxConfig, keep: bool) -> MappingOptions:
@@ -223,6 +228,7 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
                 _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
                 if scaling is not None:
                     heads.length_scaling = scaling
+                    _soften(scaling, heads)
                 site.module.add_module(CHILD, heads.train(site.module.training))
             owners[group] = heads  # type: ignore[assignment]
             continue
@@ -230,6 +236,8 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
         tied.backend = config.backend  # type: ignore[assignment]
         if (scaling := length_scaling_of(heads)) is not None:  # that is each module's own
             tied.length_scaling = scaling
+            if not isinstance(heads, TiedAlpha):
+                _soften(scaling, tied)  # the alpha that it was softened for has just been given up
         site.module.add_module(CHILD, tied.train(site.module.training))
 
 

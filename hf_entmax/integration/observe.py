@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,8 +52,11 @@ class Observer:
         callback: Callable[[AttentionCall], Any] | None,
         gate: Callable[[AttentionCall], Tensor | None] | None,
         sparse: bool,
+        models: list[nn.Module],
+        configs: list[Any],
     ) -> None:
         self.callback, self.gate, self.sparse = callback, gate, sparse
+        self._models, self._configs = {id(model) for model in models}, configs
         self.thread = threading.get_ident()
         self._sites = {id(site.module): site for site in sites}
         self._calls: Counter[int] = Counter()
@@ -62,6 +66,9 @@ class Observer:
 
     def begins(self, module: nn.Module, *_: Any) -> None:
         """A model starts its forward: the outermost one starts a new count of calls."""
+        if id(module) not in self._models:
+            self._leave(module)
+            return
         if threading.get_ident() == self.thread and not self._busy:
             if not self._running:
                 self._calls.clear()
@@ -70,10 +77,22 @@ class Observer:
                     raise ValueError(_GATED)
             self._running += 1
 
-    def ends(self, *_: Any) -> None:
+    def ends(self, module: nn.Module, *_: Any) -> None:
         """A model has left its forward, by an exception or without."""
-        if threading.get_ident() == self.thread and not self._busy:
+        if id(module) in self._models and threading.get_ident() == self.thread and not self._busy:
             self._running = max(0, self._running - 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
+        """A copy of the model made inside the block is not observed, and has the attention that it had before."""
+        for config in self._configs:
+            copy.deepcopy(config, memo)._attn_implementation_internal = _borrowed[id(config)][1]
+        return self
+
+    def _leave(self, module: nn.Module) -> None:
+        """Take the hooks off a copy of the model."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
 
     def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, out: Tensor) -> Tensor:
         """Shows a call to whoever looks, and returns the module's output ``[B, T_q, H, D]``, gated."""
@@ -102,6 +121,18 @@ class Observer:
         return out if factor is None else out * factor.to(out.dtype)
 
 
+class _Observers(tuple[Observer, ...]):
+    """The observers of a module; a copy of the module has none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Observers:
+        for observer in self:
+            copy.deepcopy(observer, memo)
+        return _Observers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Observers, ()
+
+
 def observers_of(module: nn.Module) -> tuple[Observer, ...]:
     """Who looks at a module from this thread."""
     observers: tuple[Observer, ...] = getattr(module, _OBSERVERS, ())
@@ -113,7 +144,7 @@ def observers_of(module: nn.Module) -> tuple[Observer, ...]:
 
 def is_observed(module: nn.Module) -> bool:
     """Whether someone, in any thread, looks at a module."""
-    return hasattr(module, _OBSERVERS)
+    return bool(getattr(module, _OBSERVERS, ()))
 
 
 @contextlib.contextmanager
@@ -148,10 +179,10 @@ def observe_attention(
     """
     check_supported(model)
     sites = attention_sites(model)
-    observer = Observer(sites, callback, gate, sparse)
     models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     configs: dict[int, Any] = {id(part.config): part.config for part in models}
     configs |= {id(s.module.config): s.module.config for s in sites if hasattr(s.module, "config")}  # type: ignore[misc]
+    observer = Observer(sites, callback, gate, sparse, models, list(configs.values()))
     with contextlib.ExitStack() as stack:
         for part in models:
             stack.callback(part.register_forward_pre_hook(observer.begins).remove)
@@ -172,12 +203,12 @@ def _checkpoints(model: nn.Module) -> bool:
 
 def _add(module: nn.Module, observer: Observer) -> None:
     with _lock:
-        module.__dict__[_OBSERVERS] = (*module.__dict__.get(_OBSERVERS, ()), observer)
+        module.__dict__[_OBSERVERS] = _Observers((*module.__dict__.get(_OBSERVERS, ()), observer))
 
 
 def _remove(module: nn.Module, observer: Observer) -> None:
     with _lock:
-        others = tuple(other for other in module.__dict__.pop(_OBSERVERS) if other is not observer)
+        others = _Observers(other for other in module.__dict__.pop(_OBSERVERS) if other is not observer)
         if others:
             module.__dict__[_OBSERVERS] = others
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_entmax.integration.output_loss import check_fused_head, counting_support
 
 
 def install() -> None:
-    """Hook ``Trainer.__init__``, ``Trainer.evaluation_loop`` and ``CallbackHandler.on_log``.
+    """Hook how the Trainer starts, trains, evaluates, logs and writes its card.
 
     Raises:
         ImportError: if this version of Transformers has them with other parameters.
@@ -31,8 +32,9 @@ def install() -> None:
         ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     )
     require(Trainer, "create_model_card", ["self", "language"])
+    require(Trainer, "train", ["self", "resume_from_checkpoint"])
     original_init, original_on_log, original_loop = Trainer.__init__, CallbackHandler.on_log, Trainer.evaluation_loop
-    original_card = Trainer.create_model_card
+    original_card, original_train = Trainer.create_model_card, Trainer.train
 
     @functools.wraps(original_init)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -69,11 +71,36 @@ def install() -> None:
         original_card(self, *args, **kwargs)
         _complete_card(self)
 
+    @functools.wraps(original_train)
+    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        own = [callback for callback in self.callback_handler.callbacks if hasattr(callback, "leave_model")]
+        _clear_model(self.model, own)
+        try:
+            return original_train(self, *args, **kwargs)
+        finally:
+            for callback in own:  # an exception or Ctrl-C calls no on_train_end
+                callback.leave_model()
+
     Trainer.__init__ = init
+    Trainer.train = train  # type: ignore[method-assign]
     Trainer.create_model_card = create_model_card  # type: ignore[method-assign]
     Trainer.evaluation_loop = evaluation_loop
     CallbackHandler.on_log = on_log  # type: ignore[method-assign,assignment]
     Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _clear_model(model: Any, own: list[Any]) -> None:
+    """Take off a model what callbacks of another trainer have left on it, and say so."""
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            owner: Any = getattr(hook, "__self__", None)
+            if hasattr(owner, "leave_model") and not any(owner is callback for callback in own):
+                warnings.warn(
+                    f"This model still carries hooks of the {type(owner).__name__} of a training that did not end: they are "
+                    "removed. Its loss was not the model's own until now.",
+                    stacklevel=3,
+                )
+                owner.leave_model()
 
 
 def _complete_card(trainer: Any) -> None:

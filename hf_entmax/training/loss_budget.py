@@ -77,6 +77,8 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self._asked = False
         self._hooks: list[Any] = []
         self._open: contextlib.ExitStack | None = None
+        self._model: nn.Module | None = None
+        self._seen: Any = None
         self._busy = False
         self._known: float | None = None
         self._rises: list[float] = []
@@ -110,7 +112,8 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         if isinstance(saved, dict):
             self.constraint.load_state_dict(saved["attributes"]["constraint_state"])
         self._outer = kwargs["model"]
-        self._drop_hooks()
+        self.leave_model()
+        self._model = model
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -118,7 +121,20 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as any other."""
-        self._drop_hooks()
+        self.leave_model()
+
+    def leave_model(self) -> None:
+        """Take everything off the model; called when training ends, however it ends."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._model, self._rises, self._seen = [], None, [], None
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossBudgetCallback:
+        """A copy of the model is not trained by this Trainer: its hooks remove themselves when they first run."""
+        return self
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the multiplier by the rise of the whole step."""
@@ -148,6 +164,9 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         return {"args": args, "attributes": {"constraint_state": self.constraint.state_dict()}}
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is not self._model:
+            self._leave_copy(module)
+            return
         if self._busy or not (module.training and torch.is_grad_enabled()):
             return
         self._known = self._reference_loss(module, args, kwargs)
@@ -155,7 +174,7 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         self._seen = self._open.enter_context(record_attention(module))  # type: ignore[arg-type]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._busy or self._open is None or self._seen is None or self._known is None:
+        if module is not self._model or self._busy or self._open is None or self._seen is None or self._known is None:
             return None
         self._open.close()
         self._open = None
@@ -197,6 +216,8 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
                     off.enter_context(softmax_attention(module))  # type: ignore[arg-type]
                     return float(_loss_of(module(*args, **kwargs)))
                 self._original.to(device).train(module.training)  # type: ignore[union-attr]
+                if self.reference == "softmax":
+                    off.enter_context(softmax_attention(self._original))  # type: ignore[arg-type]
                 return float(_loss_of(self._original(*args, **kwargs)))  # type: ignore[misc]
         finally:
             self._busy = False
@@ -217,17 +238,11 @@ class LossBudgetCallback(TrainerCallback, ExportableState):
         if not _trains_weights(model, inner):
             return  # its own weights are the original's, below the adapters if there are any
         self._original = copy.deepcopy(inner).requires_grad_(False)
-        # Kept open: the copy is a softmax model for good.
-        self._softmax = contextlib.ExitStack()
-        self._softmax.enter_context(softmax_attention(self._original))
 
-    def _drop_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def _leave_copy(self, module: nn.Module) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
 
 
 def _alphas(model: nn.Module) -> list[nn.Parameter]:

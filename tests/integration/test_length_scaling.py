@@ -367,3 +367,14 @@ def test_starts_and_heads_that_there_are_not():
         LogScaling(2, init="foo")
     with pytest.raises(ValueError, match="names a head twice"):
         AdaptiveScaling(2, 8, [0, 0])
+
+
+@pytest.mark.parametrize("tie", ["site", "model"])
+def test_a_softened_start_follows_the_alpha_that_is_shared(tie):
+    torch.manual_seed(0)
+    model = patch_model(
+        tiny.build("t5"), alpha_init="normal", tie=tie, length_scaling="constant", length_scaling_init="softmax"
+    )
+    for site, values in hf_entmax.alphas(model).items():
+        found = 1 + length_scalings(model)[site]["s"]
+        torch.testing.assert_close(found, 1 / (1 + 3 * (values - 1)))

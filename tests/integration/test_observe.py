@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
 
 import pytest
@@ -263,3 +264,29 @@ def test_a_compiled_model_is_seen_and_goes_on_unseen():
         compiled(**data)
     assert [(call.site.layer, call.index) for call in seen] == [(0, 0), (1, 0)]
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("inside", ["forward", "block"])
+def test_a_copy_made_inside_the_block_keeps_nothing_of_it(patched, inside):
+    model, data = ready("t5", patched), tiny.inputs("t5")
+    before, copies, seen = state(model), [], []
+
+    def look(call):
+        seen.append(call.site.name)
+        if inside == "forward" and not copies:
+            copies.append(copy.deepcopy(model))
+
+    with torch.no_grad(), observe_attention(model, look):
+        if inside == "block":
+            copies.append(copy.deepcopy(model))
+        model(**data)
+        count = len(seen)
+        copied = copies[0](**data).logits  # its forwards are its own: they neither show nor count
+        model(**data)
+    assert len(seen) == 2 * count
+    assert [(row[0], row[2:]) for row in state(copies[0])] == [(row[0], row[2:]) for row in before]
+    with torch.no_grad():
+        assert torch.equal(model(**data).logits, copied)
+    assert state(model) == before
+    assert pickle.loads(pickle.dumps(copies[0])) is not None

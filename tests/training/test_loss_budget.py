@@ -1,7 +1,9 @@
 """The loss as the constraint: the multiplier, and the callback for the Trainer."""
 
+import copy
 import itertools
 import math
+import threading
 
 import pytest
 import tiny_models as tiny
@@ -258,3 +260,82 @@ def test_nothing_is_left_on_the_model_and_evaluation_is_not_touched(tmp_path):
     logits = model(**batch).logits[:, :-1]
     plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), Rows().ids[:8, 1:].flatten())
     assert float(model(**batch).loss) == pytest.approx(float(plain), abs=1e-5)
+
+
+class _Stop(tf.TrainerCallback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise self.error
+
+
+def _budget_trainer(tmp_path, model, *callbacks):
+    arguments = tf.TrainingArguments(
+        str(tmp_path), max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, logging_steps=1
+    )
+    return tf.Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
+
+
+def _training_loss(model):
+    ids = Rows().ids[:4]
+    return float(model.train()(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")], ids=repr)
+def test_whatever_ends_a_training_leaves_the_model_as_any_other(tmp_path, error):
+    model = patch_model(tiny.build(FAMILY), alpha_init=1.5)
+    with pytest.raises(type(error)):
+        _budget_trainer(tmp_path, model, LossBudgetCallback(0.1, start=10.0), _Stop(error)).train()
+    assert not any("LossBudget" in repr(hook) for m in model.modules() for hook in m._forward_hooks.values())
+    plain = patch_model(tiny.build(FAMILY), alpha_init=1.5)
+    plain.load_state_dict(model.state_dict())
+    assert _training_loss(model) == _training_loss(plain)
+    copy.deepcopy(model)
+
+
+def test_a_copy_made_in_training_is_another_model(tmp_path):
+    copies = []
+
+    class Copy(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            copies.append(copy.deepcopy(model))
+
+    model = patch_model(tiny.build(FAMILY), alpha_init=1.5)
+    trainer = _budget_trainer(tmp_path, model, LossBudgetCallback(0.1, start=10.0), Copy())
+    trainer.train()
+    plain = patch_model(tiny.build(FAMILY))
+    plain.load_state_dict(copies[0].state_dict())
+    assert _training_loss(copies[0]) == _training_loss(plain)
+    assert not copies[0]._forward_pre_hooks or all(
+        "LossBudget" not in repr(h) for h in copies[0]._forward_pre_hooks.values()
+    )
+    assert len(_logs(trainer, "rise")) == 3
+
+
+def test_what_a_dead_trainer_left_is_said_and_removed(tmp_path):
+    model = patch_model(tiny.build(FAMILY), alpha_init=1.5)
+    dead = LossBudgetCallback(0.1, start=10.0)
+    trainer = _budget_trainer(tmp_path, model, dead)
+    dead.on_train_begin(
+        trainer.args, trainer.state, trainer.control, model=model
+    )  # a loop of one's own that never ended
+    with pytest.warns(UserWarning, match="did not end"):
+        _budget_trainer(tmp_path, model).train()
+    assert not any("LossBudget" in repr(hook) for hook in model._forward_hooks.values())
+
+
+def test_the_reference_is_softmax_in_a_thread_of_its_own(tmp_path):
+    """The callback is made in one thread, and trains in another."""
+    found = []
+    for threaded in (False, True):
+        model = patch_model(tiny.build(FAMILY), alpha_init=1.9)
+        trainer = _budget_trainer(tmp_path, model, LossBudgetCallback(0.1))
+        if threaded:
+            thread = threading.Thread(target=trainer.train)
+            thread.start()
+            thread.join()
+        else:
+            trainer.train()
+        found.append(_logs(trainer, "rise"))
+    assert len(found[0]) == 3 and found[0] == pytest.approx(found[1], rel=1e-4)
