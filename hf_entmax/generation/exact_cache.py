@@ -6,7 +6,8 @@ import copy
 import dataclasses
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
 from hf_entmax.generation.bits import Bits
 from hf_entmax.generation.certificate import Certificate
 from hf_entmax.generation.exact_layer import ExactSparseLayer, Plan
+from hf_entmax.generation.weights_state import WatchedWeights
 from hf_entmax.integration.config_hook import CONFIG_KEY
 from hf_entmax.ops.exact import KeySketch
 
@@ -38,6 +40,9 @@ class ExactSparseCache(Cache):
     with these arguments in ``cache_config``. Prompts are read by the training kernel; steps of up to 8 tokens use the
     sketch. Layers with a state of another kind (linear attention, indexers) keep a cache layer of Transformers and are
     read in full, as are heads of softmax. The last, unfinished page has no sketch and is read in full.
+
+    A cache belongs to the weights that filled it: where they change while it is in use, the next step raises.
+    `hf_entmax.generation.weights_state.WatchedWeights` says what is noticed and what is not; ``reset`` starts anew.
 
     Args:
         model: a patched model, or its configuration.
@@ -82,9 +87,10 @@ class ExactSparseCache(Cache):
         max_cache_len: int | None = None,
         verify: bool = False,
     ) -> None:
-        self._fill(*_read(model, bits, page_size, max_cache_len, verify))
+        weights = WatchedWeights(model if isinstance(model, nn.Module) else None)
+        self._fill(*_read(model, bits, page_size, max_cache_len, verify), weights)
 
-    def _fill(self, config: PreTrainedConfig, plan: Plan) -> None:
+    def _fill(self, config: PreTrainedConfig, plan: Plan, weights: WatchedWeights) -> None:
         raise NotImplementedError("ExactSparseCache(...) makes one of its two forms.")
 
     def certificate(self) -> Certificate:
@@ -109,8 +115,8 @@ class ExactSparseCache(Cache):
 class _Decoder(ExactSparseCache, DynamicCache):
     """The cache of a decoder: one layer for each of the model's, as Transformers' dynamic cache has them."""
 
-    def _fill(self, config: PreTrainedConfig, plan: Plan, site: str = "self") -> None:
-        self._site = site
+    def _fill(self, config: PreTrainedConfig, plan: Plan, weights: WatchedWeights, site: str = "self") -> None:
+        self._site, self._weights = site, weights
         kinds, options = get_layer_types_and_kwargs(_of_decoder(config))
         if site == "cross":  # whatever the decoder's own windows, its queries see the whole input
             kinds, options = ["full_attention"] * len(kinds), [{}] * len(kinds)
@@ -130,7 +136,17 @@ class _Decoder(ExactSparseCache, DynamicCache):
                 f"This ExactSparseCache was made for a model of {len(self.layers)} layers and is asked for layer {layer_idx}: "
                 "it belongs to another model."
             )
+        if not layer_idx and not torch.compiler.is_compiling() and self._weights.changed():
+            raise ValueError(
+                "The weights of the model (or its adapters) changed while an ExactSparseCache was in use: its keys and values are "
+                "those of the old ones. Make a new cache, or call cache.reset()."
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget all keys, and the weights that made them."""
+        super().reset()
+        self._weights.forget()
 
     def _named_layers(self) -> dict[str, Any]:
         return {
@@ -143,10 +159,10 @@ class _Decoder(ExactSparseCache, DynamicCache):
 class _EncoderDecoder(ExactSparseCache, EncoderDecoderCache):
     """The caches of an encoder-decoder model: self-attention, and cross-attention, which is filled once."""
 
-    def _fill(self, config: PreTrainedConfig, plan: Plan) -> None:
+    def _fill(self, config: PreTrainedConfig, plan: Plan, weights: WatchedWeights) -> None:
         caches = [object.__new__(_Decoder) for _ in range(2)]
-        for cache, site in zip(caches, ("self", "cross"), strict=True):
-            cache._fill(config, plan, site)
+        for cache, site, watched in zip(caches, ("self", "cross"), (weights, WatchedWeights()), strict=True):
+            cache._fill(config, plan, watched, site)
         EncoderDecoderCache.__init__(self, *caches)
 
     def _named_layers(self) -> dict[str, Any]:

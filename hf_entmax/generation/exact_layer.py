@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from hf_entmax.generation.bits import BitChoice, Bits
 from hf_entmax.generation.certificate import LayerCertificate, Tally
 from hf_entmax.generation.growing_layer import GrowingLayer
+from hf_entmax.generation.verification import compare_with_dense
+from hf_entmax.generation.weights_state import version
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact import KeySketch
 from hf_entmax.ops.exact.attention import exact_attend
-from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import traced
 from hf_entmax.ops.sparse_rows import SparseRows
@@ -27,8 +28,6 @@ from hf_entmax.ops.sparse_rows import SparseRows
 MOST_QUERIES = 8
 # With fewer keys than this the dense kernel takes no longer than the sketch ("auto" only).
 _SHORTEST = 1024
-# A weight that float32 may round to zero, at the alphas where weights fall off most steeply.
-_TINY_WEIGHT = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class ExactSparseLayer(GrowingLayer):
 
     def _heed_changes(self) -> None:
         """Forget sketches of keys that somebody else has written over since."""
-        if self._key is not None and self._written != _version(self._key):
+        if self._key is not None and self._written != version(self._key):
             self._sketches = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -81,7 +80,7 @@ class ExactSparseLayer(GrowingLayer):
             return super().update(*args, **kwargs)
         self._heed_changes()
         handed_out = super().update(*args, **kwargs)
-        self._written = _version(self._key)  # type: ignore[arg-type]
+        self._written = version(self._key)  # type: ignore[arg-type]
         return handed_out
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -95,7 +94,7 @@ class ExactSparseLayer(GrowingLayer):
         """As of `GrowingLayer`, the sketch too."""
         self._heed_changes()
         super().reorder_cache(beam_idx)
-        self._written = None if self._key is None else _version(self._key)
+        self._written = None if self._key is None else version(self._key)
         for sketch in self._sketches.values():
             sketch.reorder(beam_idx)
 
@@ -226,42 +225,20 @@ class ExactSparseLayer(GrowingLayer):
         self._sketches[run].extend(key, self._end)
         return self._sketches[run]
 
-    def _verify(
-        self,
-        query: Tensor,
-        sketch: KeySketch,
-        key: Tensor,
-        value: Tensor,
-        alpha: float | Tensor,
-        options: AttentionOptions,
-        out: Tensor,
-        nonzero: Tensor,
-    ) -> None:
-        """Compare a step with dense weights in float64.
+    def _verify(self, query: Tensor, *call: Any) -> None:
+        """Compare a step with dense weights in float64; see `compare_with_dense`.
 
         Raises:
-            RuntimeError: if a key that the bound excludes has weight, fewer keys have weight than in float64, where
-                weights that float32 may round to zero are not counted, or the outputs differ by more than rounding.
+            RuntimeError: if a key of weight was left out, or the outputs differ by more than rounding explains.
         """
-        u = torch.as_tensor(alpha, device=query.device).double().expand(query.shape[1]) - 1
-        visible, read = candidate_keys(query, sketch, key, u, options)
-        wide = {name: t.double() if t.is_floating_point() else t for name, t in options.tensors().items()}
-        sink = None if options.sink is None else options.sink.double()
-        options = dataclasses.replace(options, **wide, sink=sink, need_weights=True)
-        expected, weights = attend(query.double(), key.double(), value.double(), alpha, options, "torch")
-        assert isinstance(weights, Tensor)
-        dropped = int(((weights > 0) & visible & ~read).sum())
-        dropped += int(((weights > _TINY_WEIGHT).sum((0, 2, 3)) - nonzero).clamp(min=0).sum())
-        largest = value.double().nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-30)
-        error = ((out.double() - expected) / largest).abs()
-        # What is not finite comes out of both alike.
-        error = float(error.masked_fill((out.double() == expected) | (out.isnan() & expected.isnan()), 0.0).max())
+        dropped, error, limit = compare_with_dense(query, *call)
         self.tally.verified += 1
         self.tally.violations += dropped
-        if dropped or not error <= 64 * torch.finfo(out.dtype).eps:
+        if dropped or not error <= limit:
             raise RuntimeError(
-                f"Layer {self.name}: {dropped} keys that were not read have weight, and the output differs from the dense one "
-                f"by {error:.3g} of the largest value. This is a fault of hf_entmax: please report it, with the model."
+                f"Layer {self.name}: {dropped} keys that were not read have weight, and the output differs from the dense one by "
+                f"{error:.3g} of the largest value, where rounding explains {limit:.3g}. This is a fault of hf_entmax: please "
+                "report it, with the model."
             )
 
     @property
@@ -311,7 +288,7 @@ def _identity(module: nn.Module) -> str:
     """A few numbers of a module's weights, hashed: the same in a copy and in another process, another for other weights."""
     parameters, versions, digest = _identities.get(module, ([], [], ""))
     # Weights that were written to are looked at anew.
-    if not digest or versions != [_version(p) for p in parameters]:
+    if not digest or versions != [version(p) for p in parameters]:
         own = [(name, p) for name, p in module.named_parameters() if CHILD not in name]
         parts: list[Any] = [type(module).__qualname__, getattr(module, "layer_idx", None)]
         for name, parameter in own:
@@ -320,13 +297,8 @@ def _identity(module: nn.Module) -> str:
             start = [] if local.is_meta else local.flatten()[:4].tolist()
             parts.append((name, tuple(local.shape), start))
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-        _identities[module] = [p for _, p in own], [_version(p) for _, p in own], digest
+        _identities[module] = [p for _, p in own], [version(p) for _, p in own], digest
     return digest
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to in place; 0 for tensors of inference mode, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _told(alpha: Tensor) -> str:

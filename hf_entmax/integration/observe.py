@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ class Observer:
         callback: Callable[[AttentionCall], Any] | None,
         gate: Callable[[AttentionCall], Tensor | None] | None,
         sparse: bool,
-        models: list[nn.Module],
+        models: Sequence[nn.Module],
         configs: list[Any],
     ) -> None:
         self.callback, self.gate, self.sparse = callback, gate, sparse

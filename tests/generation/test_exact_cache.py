@@ -1,5 +1,6 @@
 """``ExactSparseCache``: generation with it equals generation without it, token by token, and says what it read."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -446,7 +447,7 @@ def test_bad_input():
     cache = _filled(other)
     with torch.no_grad():
         other.model.layers[1].self_attn.k_proj.weight.mul_(1.5)  # an optimizer's step while the cache is in use
-    with pytest.raises(ValueError, match="filled by another model"):
+    with pytest.raises(ValueError, match="weights of the model"):
         _step(other, cache)
     with pytest.raises(ValueError, match=r"torch.float32 .* torch.bfloat16"):
         _step(copy.deepcopy(model).bfloat16(), _filled(model))
@@ -544,3 +545,94 @@ def test_a_wrong_zero_is_seen(monkeypatch):
     with pytest.raises(RuntimeError, match="This is a fault of hf_entmax"):
         _generate(model, cache)
     assert cache.certificate().violations > 0
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 4.0, 8.0, 32.0])
+@pytest.mark.parametrize("steep", [1.0, 64.0])
+def test_rounding_is_no_fault(alpha, steep):
+    """Steep scores, and alphas at which a weight may fall from a tenth to nothing within the rounding of its score."""
+    model = _build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(steep)
+    hf_entmax.patch_model(model, alpha=alpha)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        cache = ExactSparseCache(model, bits=4, page_size=16, verify=True)
+        with torch.no_grad():
+            for length in (200, *[1] * 6):
+                model(torch.randint(3, tiny.VOCAB, (2, length), generator=generator), past_key_values=cache)
+        assert cache.certificate().verified_steps > 0 == cache.certificate().violations
+
+
+@pytest.mark.parametrize("alpha", [1.5, 8.0])
+def test_an_output_that_is_off_by_more_is_a_fault(alpha, monkeypatch):
+    from hf_entmax.generation import exact_layer
+
+    right = exact_layer.exact_attend
+
+    def off(*args):
+        out, counts = right(*args)
+        return out * (1 + 0.02), counts
+
+    monkeypatch.setattr(exact_layer, "exact_attend", off)
+    model = hf_entmax.patch_model(_build("llama"), alpha=alpha)
+    with pytest.raises(RuntimeError, match="where rounding explains"):
+        _generate(model, ExactSparseCache(model, bits=4, page_size=16, verify=True))
+
+
+def _later_rows(model):
+    model.model.layers[1].self_attn.k_proj.weight[-1].mul_(1.5)
+
+
+def _mlp(model):
+    model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+
+
+def _embeddings(model):
+    model.get_input_embeddings().weight.add_(0.1)
+
+
+def _replaced(model):
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def _loaded(model):
+    model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("change", [_later_rows, _mlp, _embeddings, _replaced, _loaded])
+def test_weights_that_change_while_the_cache_is_in_use_are_noticed(change):
+    model = hf_entmax.patch_model(_build("llama"))
+    cache = _filled(model)
+    twin = pickle.loads(pickle.dumps(cache))  # made anew in another process: it watches no model
+    copied = copy.deepcopy(cache)
+    with torch.no_grad():
+        change(model)
+    for held in (cache, copied):
+        with pytest.raises(ValueError, match=r"reset\(\)"):
+            _step(model, held)
+    cache.reset()
+    with torch.no_grad():
+        model(torch.arange(40)[None] % 30 + 3, past_key_values=cache)
+    _step(model, cache)
+    assert twin.get_seq_length() == 40
+
+
+@pytest.mark.parametrize("change", ["switched off", "merged", "another"])
+def test_adapters_that_change_while_the_cache_is_in_use_are_noticed(change):
+    peft = pytest.importorskip("peft")
+    base = hf_entmax.patch_model(_build("llama"))
+    lora = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
+    model.add_adapter("second", lora)
+    cache = _filled(model)
+    _step(model, cache)
+    if change == "merged":
+        model.merge_adapter()
+    elif change == "another":
+        model.set_adapter("second")
+    state = model.disable_adapter() if change == "switched off" else contextlib.nullcontext()
+    with state, pytest.raises(ValueError, match="or its adapters"):
+        _step(model, cache)
