@@ -219,8 +219,8 @@ def solve_along(
     """
     u = _row_u(alpha, scores, dim)
     moved = scores.movedim(dim, -1)
-    if scores.numel() == 0:
-        return scores.clone()
+    if scores.numel() == 0:  # alpha stays in the graph: an optimiser step over an empty batch has a gradient of 0
+        return scores + 0 * alpha.sum().to(scores.dtype) if isinstance(alpha, Tensor) else scores.clone()
     if recorded():
         # torch.jit.trace cannot save a Function, but it can save what that does. Rows of lengths that are unknown are not put
         # into one dimension: exporters take long over products of unknowns.

@@ -71,7 +71,7 @@ class Task:
     def loss(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
         """Mean loss of a batch, in the autograd graph of the alphas."""
         if self.own_loss is not None:
-            return self.own_loss(model, batch)
+            return _checked(self.own_loss(model, batch))
         value = model(**batch).loss
         if value is None:
             raise ValueError(f"{type(model).__name__} returns no loss: give loss=, a function of model and batch.")
@@ -264,6 +264,18 @@ class Search:
             else:
                 high = share
             share = 1.5 * low if high == math.inf else (low + high) / 2
+
+
+def _checked(value: Any) -> Tensor:
+    """What the user's own loss returned, if it can be used."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
+        raise ValueError(f"loss= returned {shown}: a scalar tensor is needed, made of what the model returns.")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError(
+            "loss= returned a tensor without a gradient: make it of the model's outputs, without detach(), item() or no_grad()."
+        )
+    return value.reshape(())
 
 
 def descend(

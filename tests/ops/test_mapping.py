@@ -349,3 +349,10 @@ def test_far_above_sparsemax_ties_share_and_optimality_conditions_hold(alpha, dt
         level = threshold.nanmedian(-1, keepdim=True).values
         assert ((threshold - level).abs().nan_to_num(0.0) <= 64 * eps * (1 + scores.abs())).all()
         assert (scores[probs == 0] <= (level + 64 * eps * 4).expand_as(scores)[probs == 0]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_alpha_stays_in_the_graph_of_empty_scores(shape):
+    scores, alpha = torch.randn(shape, requires_grad=True), torch.tensor(1.5, requires_grad=True)
+    entmax(scores, alpha).sum().backward()
+    assert float(alpha.grad) == 0 and scores.grad.shape == shape

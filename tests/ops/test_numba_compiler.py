@@ -62,7 +62,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_state", compiler._State())
-    monkeypatch.setattr(compiler, "_said", False)
+    monkeypatch.setattr(compiler, "_said", set())
     return tmp_path
 
 
@@ -87,6 +87,8 @@ def test_the_second_process_takes_all_that_is_missing_but_the_first(empty_cache,
     compiler.prepare(["solve_rows", "linear"])
     assert len(lists) == 1, "one second process at a time"
     assert caplog.text.count("Compiling the CPU kernels") == 1
+    compiler.prepare(["exact_rows"], ["exact_bounds_4"])  # a wait that comes later has a word of its own
+    assert not lists[1:] and caplog.text.count("Compiling the CPU kernels") == 1, "still busy with the others"
 
 
 def test_nothing_is_started_for_what_is_there(empty_cache, monkeypatch, caplog):

@@ -385,3 +385,53 @@ def test_the_default_start_leaves_a_model_as_good_as_it_was_and_every_alpha_lear
     loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if "entmax_norm" in name]
     assert gradients and all(g.isfinite().all() and (g != 0).all() for g in gradients)
+
+
+def test_an_interruption_keeps_the_best_that_was_found():
+    model, lines = patch_model(_sharp("llama")), []
+
+    def say(line):
+        lines.append(line)
+        if len(lines) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_alphas(model, _batches("llama"), 0.05, progress=say)
+    assert "interrupted: the best so far is kept" in lines[-1]
+    kept = _mean(model, _batches("llama")[1:])  # the batch that judges
+    with softmax_attention(model):
+        assert kept <= _mean(model, _batches("llama")[1:]) + 0.05 + 1e-5
+    assert float(alphas(model)["decoder_self"].max()) > 1.01
+
+
+def test_progress_is_shown_unless_it_is_switched_off(capsys):
+    calibrate_alphas(patch_model(_sharp("llama")), _batches("llama"), 0.05)
+    assert "zeros at" in capsys.readouterr().out
+    calibrate_alphas(patch_model(_sharp("llama")), _batches("llama"), 0.05, progress=None)
+    assert not capsys.readouterr().out
+
+
+def test_it_works_under_no_grad_and_says_what_it_cannot_use():
+    batches = _batches("llama")
+    wanted = calibrate_alphas(patch_model(_sharp("llama")), batches, 0.05, progress=None)
+    with torch.no_grad():
+        found = calibrate_alphas(patch_model(_sharp("llama")), batches, 0.05, progress=None)
+    assert torch.equal(found.alphas["decoder_self"], wanted.alphas["decoder_self"])
+    model = patch_model(_sharp("llama"))
+    start = alphas(model)["decoder_self"]
+    for loss, message in (
+        (lambda model, batch: 1.0, r"returned 1\.0 \(float\)"),
+        (lambda model, batch: "low", "returned 'low'"),
+        (lambda model, batch: model(**batch).logits.sum(-1), r"returned a tensor \(3, 9\)"),
+        (lambda model, batch: model(**batch).loss.detach(), "without a gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate_alphas(model, batches, 0.05, loss=loss, progress=None)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        calibrate_alphas(model, batches, 0.05, progress=None)
+    for data in ("abc", ["abc"], [3]):
+        with pytest.raises(TypeError, match="must be a dict of tensors"):
+            calibrate_alphas(model, data, progress=None)
+    with pytest.raises(ValueError, match="learning_rate='fast'"):
+        calibrate_alphas(model, batches, learning_rate="fast")
+    assert torch.equal(alphas(model)["decoder_self"], start)

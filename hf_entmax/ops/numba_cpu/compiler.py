@@ -93,7 +93,7 @@ class _State:
 
 _state = _State()
 _kernels: dict[str, Kernel] = {}
-_said = False
+_said: set[str] = set()
 
 
 def _after_fork() -> None:
@@ -202,12 +202,17 @@ def _known(name: str, folder: pathlib.Path | None) -> bool:
     return folder is not None and (folder / f"{name}.done").exists()
 
 
-def _say_once(folder: pathlib.Path | None) -> None:
-    global _said
-    if not _said:
+def _say_once(folder: pathlib.Path | None, name: str) -> None:
+    """Say before the first wait what it is for: there is one for training, and one for exact decoding."""
+    purpose = "exact decoding" if name.startswith("exact_") else "attention"
+    if purpose not in _said:
         place = "" if folder is None else f" and kept in {folder}"
-        logger.warning("Compiling the CPU kernels of hf_entmax: about ten seconds, once for this machine%s.", place)
-    _said = True
+        logger.warning(
+            "Compiling the CPU kernels of hf_entmax for %s: ten to thirty seconds, once for this machine%s.",
+            purpose,
+            place,
+        )
+    _said.add(purpose)
 
 
 def kernel(name: str) -> Kernel:
@@ -221,7 +226,7 @@ def kernel(name: str) -> Kernel:
 
             folder = cache_folder()
             if not _known(name, folder):
-                _say_once(folder)
+                _say_once(folder, name)
             if _state.helper is not None:
                 _state.helper.wait_for(name)
             signature, function = KERNELS[name]
@@ -243,7 +248,7 @@ def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
         busy = _state.helper is not None and _state.helper.remaining
         if folder is None or len(missing) < 2 or busy or not _can_start_helper():
             return
-        _say_once(folder)
+        _say_once(folder, missing[0])
         with contextlib.suppress(OSError):
             _state.helper = _Helper([name for name in missing if name != now[0]])
 
