@@ -1,17 +1,25 @@
-# make test, make quickstart: everything from a bare machine with Python >= 3.10 and make.
+# make quickstart, make test: everything from a bare machine with Python >= 3.10 and make.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# What users install: the package, figures and the fused CPU kernel. The rest is for tests, recipes and documentation.
+LEAN   := $(VENV)/.lean
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --constraint constraints.txt --disable-pip-version-check --progress-bar off
 
-.PHONY: install test quick lint quickstart bench clean
+.PHONY: install test quick lint quickstart bench docs clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(LEAN): pyproject.toml constraints.txt
+	@echo "Making $(VENV) and installing hf_entmax with figures and the CPU kernel: one to three minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[figures,cpu]'
+	touch $(LEAN)
+
+$(STAMP): $(LEAN)
+	@echo "Installing what the tests need as well: one to three minutes."
+	$(PIP) --editable '.[dev]'
 	touch $(STAMP)
 
 lint: $(STAMP)
@@ -27,10 +35,10 @@ test: lint
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow"
 
-quickstart: $(STAMP)
+quickstart: $(LEAN)
 	$(BIN)/hf-entmax quickstart --out quickstart-output
 
-bench: $(STAMP)
+bench: $(LEAN)
 	$(BIN)/hf-entmax bench --preset targets
 
 clean:

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
-from hf_entmax.analysis.command import analyze_command
+from hf_entmax._version import __version__
+from hf_entmax.analyze_cli import analyze_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +25,21 @@ app = typer.Typer(
     help="Adaptive sparse attention for Hugging Face Transformers.",
 )
 _console = Console()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        _console.print(f"hf_entmax {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Adaptive sparse attention for Hugging Face Transformers."""
 
 
 @app.command()
@@ -185,7 +201,7 @@ def _load(model: str, auto_class: str | None) -> Any:
 
     _check_folder(model)
     if auto_class is None:
-        config = transformers.AutoConfig.from_pretrained(model)
+        config = _config(model)
         names = getattr(config, "architectures", None) or []
         if not names:
             raise ValueError(
@@ -196,6 +212,46 @@ def _load(model: str, auto_class: str | None) -> Any:
     if loader is None:
         raise ValueError(f"transformers has no class {auto_class!r}: give --auto-class, e.g. AutoModelForCausalLM.")
     return loader.from_pretrained(model)
+
+
+def _config(model: str) -> Any:
+    """The configuration of a model; where the Hub cannot be reached, what is in the cache, at once."""
+    import transformers
+
+    there = Path(model).is_dir() or _hub_answers()
+    try:
+        return transformers.AutoConfig.from_pretrained(model, local_files_only=not there)
+    except OSError as error:
+        if there:
+            raise
+        raise FileNotFoundError(
+            f"{model} is no folder, no model_type of Transformers and not in the cache of the Hub, which cannot be reached from "
+            "here: give a folder that holds a saved model, or a model_type such as llama."
+        ) from error
+
+
+def _hub_answers(seconds: float = 3.0) -> bool:
+    """Try to connect once: Transformers would try again for most of a minute."""
+    import os
+    import socket
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return False
+    if any(
+        os.environ.get(name)
+        for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+    ):
+        return True  # whether a proxy reaches the Hub, it says itself
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def _examine(model: str) -> None:
@@ -211,7 +267,7 @@ def _examine(model: str) -> None:
     if model in transformers.CONFIG_MAPPING and not Path(model).exists():
         config = transformers.AutoConfig.for_model(model)
     else:
-        config = transformers.AutoConfig.from_pretrained(model)
+        config = _config(model)
     name = (config.architectures or [""])[0]
     found = [getattr(transformers, name)] if hasattr(transformers, name) else model_classes(config)
     if not found:

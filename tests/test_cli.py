@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import fresh
 import pytest
@@ -6,6 +8,7 @@ import tiny_models as tiny
 import transformers as tf
 from typer.testing import CliRunner
 
+import hf_entmax
 from hf_entmax import alphas, entmax_config, is_patched, patch_model
 from hf_entmax.cli import app
 
@@ -132,3 +135,40 @@ def test_doctor_judges_a_model_by_its_configuration(tmp_path):
     assert "the model that it is a part of" in str(said.exception)
     refused = run(app, ["doctor", "gptj"])
     assert refused.exit_code == 1 and "cannot be patched" in refused.output.replace("\n", " ")
+
+
+def test_help_and_version_load_neither_torch_nor_transformers():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom hf_entmax.cli import app\n"
+        "run = CliRunner().invoke\n"
+        "print(run(app, ['--version']).output, run(app, ['--help']).exit_code, run(app, ['analyze', '--help']).exit_code)\n"
+        "print(sorted({'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version, loaded = done.stdout.split("\n", 1)
+    assert hf_entmax.__version__ in version and loaded.split("\n")[0].endswith("0 0") and "[]" in loaded, done.stdout
+
+
+def test_doctor_does_not_wait_for_a_hub_that_cannot_be_reached(monkeypatch):
+    import socket
+
+    import transformers
+
+    tried = []
+
+    def refuse(address, timeout=None):
+        tried.append(address)
+        raise OSError("no route")
+
+    def local(name, local_files_only=False, **options):
+        assert local_files_only, "would go to the network"
+        raise OSError("not in the cache")
+
+    for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", local)
+    result = run(app, ["doctor", "someone/model"])
+    assert len(tried) == 1 and isinstance(result.exception, FileNotFoundError)
+    assert "cannot be reached" in str(result.exception)

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,6 +33,8 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+#: Weights of the small model in float16; `hf_entmax.quickstart.make_base` makes them.
+BASE_FILE = Path(__file__).with_name("base.safetensors")
 #: Longest answer in characters that the small model may give; the longest form of the table has 19.
 MAX_NEW_TOKENS = 32
 #: Share of a stage in which the learning rate rises.
@@ -71,6 +73,19 @@ def small_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGenerati
         forced_eos_token_id=None,
     )
     return _with_answer_length(BartForConditionalGeneration(config))
+
+
+def pretrained_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGeneration:
+    """The small model as it comes with this package: trained with softmax on the known verbs."""
+    model = small_bart(tokenizer)
+    weights = {name: tensor.float() for name, tensor in load_file(BASE_FILE).items()}
+    missing = model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    if missing.unexpected_keys or {name for name, _ in model.named_parameters()} - set(weights):
+        raise RuntimeError(
+            f"{BASE_FILE} does not fit the model: make it again with python -m hf_entmax.quickstart.make_base."
+        )
+    return model
 
 
 def load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 from hf_entmax import patch_model
 from hf_entmax.analysis.analyze import _names, analyze, infer_task
-from hf_entmax.analysis.command import analyze_command
 from hf_entmax.analysis.report.findings import summarize
+from hf_entmax.analyze_cli import analyze_command
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [*tiny_tokenizers.TEXTS, "the dog walks", "who walks ?", "the unhappy dog barks"]

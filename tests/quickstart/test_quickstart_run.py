@@ -16,8 +16,8 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
-from hf_entmax.quickstart import data, run
-from hf_entmax.quickstart.models import check_reload, learning_rate, small_bart, train
+from hf_entmax.quickstart import data, measure, run
+from hf_entmax.quickstart.models import check_reload, learning_rate, pretrained_bart, small_bart, train
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("quickstart")
     console = Console(file=io.StringIO(), width=200)
-    results = run(out, seed=5, base_steps=8, steps=4, questions=40, batch_size=32, console=console)
+    results = run(out, seed=5, steps=4, questions=40, batch_size=32, console=console)
     return out, results, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], st
     out, results, _ = finished
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == json.loads(json.dumps(results))
     for name in ("alpha_per_head", "density_by_site", "attention_maps", "alpha_over_training", "hypothesis_tree"):
-        assert (out / "figures" / f"{name}.png").stat().st_size > 5000
+        assert (out / "figures" / f"{name}.png").stat().st_size > 2000
     assert (out / "report.html").stat().st_size > 5000
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= {path.name for path in (out / "model").iterdir()}
 
@@ -147,7 +147,7 @@ def test_a_model_that_differs_from_its_file_is_found_out(
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps"),
-        ({"base_steps": -1}, "base_steps"),
+        ({"batch_size": -1}, "batch_size"),
         ({"max_minutes": 0.0}, "max_minutes"),
         ({"output_alpha": 0.5}, "output_alpha"),
         ({"questions": -3}, "questions"),
@@ -167,8 +167,8 @@ def test_the_learning_rate_rises_and_falls_with_the_steps() -> None:
 @pytest.mark.slow
 def test_all_steps_are_done_and_counted(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, results, printed = finished
-    assert results["steps_done"] == {"softmax": 8, "entmax": 4}
-    assert "8 of 8 steps with softmax, 4 of 4 steps with entmax" in " ".join(printed.split())
+    assert results["steps_done"] == {"entmax": 4}
+    assert "4 of 4 steps with entmax" in " ".join(printed.split())
     assert "stopped after" not in printed
 
 
@@ -194,3 +194,15 @@ def test_a_training_that_is_cut_short_says_so(tmp_path: Path) -> None:
     assert done == 1
     assert "training stopped after 1 of 100 steps" in console.file.getvalue()  # type: ignore[attr-defined]
     assert len((tmp_path / "alphas.jsonl").read_text(encoding="utf-8").splitlines()) == 1  # what figures are drawn from
+
+
+def test_the_small_model_of_the_package_answers_verbs_that_it_has_not_seen() -> None:
+    verbs = data.read_verbs()
+    known, unknown = data.split_verbs(verbs)
+    tokenizer = data.build_tokenizer(verbs)
+    model = pretrained_bart(tokenizer)
+    assert not hf_entmax.is_patched(model) and sum(p.numel() for p in model.parameters()) < 300_000
+    asked = [q for q in data.questions(unknown, known) if q.groups[0] == "regular"][:100]
+    found = measure.accuracy(measure.answers(model, tokenizer, asked, Console(file=io.StringIO())))["regular"]
+    # Right answers to 96 % of all regular questions were counted when it was made: chance would be 0.
+    assert found.total == 100 and found.right > 80
