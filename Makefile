@@ -41,5 +41,9 @@ quickstart: $(LEAN)
 bench: $(LEAN)
 	$(BIN)/hf-entmax bench --preset targets
 
+# The site, without network; strict about dead links.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) quickstart-output outputs runs
+	rm -rf $(VENV) quickstart-output outputs runs site

@@ -1,4 +1,4 @@
-"""The README's tables of tools and versions, from works_with.csv and versions.csv: ``python tests/tables.py`` writes them."""
+"""The tables of tools and versions in docs/compatibility.md, from works_with.csv and versions.csv: ``python tests/tables.py`` writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "compatibility.md"
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -27,11 +27,11 @@ def works_with() -> str:
             f"{row['tool']} {row['version']}".strip(),
             row["use"],
             row["verdict"],
-            f"[test]({row['test'].partition('::')[0]})",
+            f"`{row['test'].partition('::')[0]}`",
         ]
         for row in _rows("works_with.csv")
     ]
-    return _table(["tool", "use", "", ""], rows)
+    return _table(["tool", "use", "", "test"], rows)
 
 
 def versions() -> str:
@@ -44,13 +44,13 @@ def versions() -> str:
 
 
 def renewed(text: str) -> str:
-    """The README with its tables as the files say."""
+    """The page with its tables as the files say."""
     for name, table in (("works with", works_with()), ("tested versions", versions())):
         marked = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
-        assert len(marked.findall(text)) == 1, f"README.md has no place, or several, for the table {name!r}"
+        assert len(marked.findall(text)) == 1, f"docs/compatibility.md has no place, or several, for the table {name!r}"
         text = marked.sub(lambda _, table=table: table, text)
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

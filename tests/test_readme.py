@@ -1,4 +1,4 @@
-"""Every code block of the README runs, in order, each file in one namespace and one directory."""
+"""Every code block of the README and of the documentation runs, in the order of the site, in one namespace and one directory."""
 
 import csv
 import dataclasses
@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +20,26 @@ import transformers as tf
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SHELL = [
-    line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
+DOCS = ROOT / "docs"
+#: In the order in which they are read: what one page makes the next may use.
+GUIDES = ("patch", "sparsify", "sparse_outputs", "long_texts", "heads", "longer_inputs", "devices")
+PAGES = [
+    ROOT / "README.md",
+    DOCS / "index.md",
+    *(DOCS / "guides" / f"{name}.md" for name in GUIDES),
+    *(DOCS / f"{name}.md" for name in ("recipes", "speed", "how_it_works", "questions", "quickstart", "compatibility")),
 ]
+
+
+def blocks(language):
+    """Page, number and text of every block of code."""
+    for page in PAGES:
+        found = re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        yield from ((page.relative_to(ROOT), number + 1, block) for number, block in enumerate(found))
+
+
+PYTHON = list(blocks("python"))
+SHELL = list(dict.fromkeys(line for _, _, block in blocks("bash") for line in block.splitlines() if line.strip()))
 assert PYTHON and SHELL
 
 
@@ -43,10 +60,10 @@ def test_python_blocks(offline_hub):
     arguments = tf.TrainingArguments(
         output_dir="out", max_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
     )
-    namespace = {"train_dataset": rows, "args": arguments}
-    for number, block in enumerate(PYTHON):
-        code = compile(block, f"README.md, Python block {number + 1}", "exec")
-        exec(code, namespace)
+    batches = [tiny.inputs("t5", labels=True, seed=seed) for seed in range(6)]
+    namespace = {"train_dataset": rows, "args": arguments, "batches": batches}
+    for page, number, block in PYTHON:
+        exec(compile(block, f"{page}, Python block {number}", "exec"), namespace)
 
 
 @pytest.mark.slow
@@ -65,7 +82,7 @@ def test_shell_lines(line, tmp_path):
             re.MULTILINE,
         )
         assert extras and set(extras[1].split(",")) <= set(known)
-    elif words[0] == "hf-entmax" and words[1] == "doctor":
+    elif line == "hf-entmax doctor":
         run = fresh.run_module("hf_entmax.cli", "doctor", folder=tmp_path)
         assert run.returncode == 0 and "works" in run.stdout, run.stdout + run.stderr
     elif words[0] == "hf-entmax":
@@ -99,7 +116,7 @@ def test_folders_that_a_line_reads_are_made_by_one_above():
 
 def test_figures_of_the_quickstart_are_those_of_its_committed_results():
     found = json.loads((ROOT / "recipes" / "results" / "quickstart.json").read_text(encoding="utf-8"))
-    part = README.partition("## What the quickstart finds")[2].partition("\n## Long texts")[0]
+    part = (DOCS / "quickstart.md").read_text(encoding="utf-8")
     text = " ".join(part.split())
     before, after = (found["accuracy"][name] for name in ("before", "after"))
     for group in ("regular", "irregular", "mixed", "present"):
@@ -135,6 +152,25 @@ def test_what_is_slower_than_sdpa_is_said_with_the_figures_of_the_table():
     assert f"is {memory:.1f} times SDPA's at L 4096" in text
 
 
+def test_the_readme_is_a_page():
+    lines = README.splitlines()
+    assert len(lines) <= 200 and max(map(len, lines)) <= 200
+
+
 def test_files_and_figures_that_the_readme_names_exist():
     for path in re.findall(r"\]\(([^)#]+)\)", README):
         assert path.startswith("http") or (ROOT / path).exists(), path
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_dead_link(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in ("index.html", "api/index.html", "results/index.html", "guides/sparsify/index.html"):
+        assert (tmp_path / "site" / page).stat().st_size > 5000
+    requests = re.findall(
+        r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', (tmp_path / "site/index.html").read_text()
+    )
+    assert not requests, "a page must not need the network"

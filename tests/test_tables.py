@@ -1,10 +1,10 @@
-"""The README's table of tools is the one that the script wrote, and every row has its test."""
+"""The table of tools is the one that the script wrote, and every row has its test."""
 
 import tables
 
 
-def test_the_readme_shows_what_was_measured():
-    text = tables.README.read_text(encoding="utf-8")
+def test_the_page_shows_what_was_measured():
+    text = tables.PAGE.read_text(encoding="utf-8")
     assert tables.renewed(text) == text, "run `python tests/tables.py`"
 
 

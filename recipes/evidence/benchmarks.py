@@ -1,6 +1,6 @@
-"""The tables of the benchmark pages and of the README, from their CSV files.
+"""The tables of the benchmark pages and of the documentation, from their CSV files.
 
-A table stands between ``<!-- NAME -->`` and ``<!-- end -->`` in `README.md` and in `recipes/benchmarks/results/README.md`;
+A table stands between ``<!-- NAME -->`` and ``<!-- end -->`` in pages of `docs/` and in `recipes/benchmarks/results/README.md`;
 everything around it is left as it is.
 """
 
@@ -14,7 +14,8 @@ from .model_types import model_types
 from .rows import ROOT, Rows, distinct, row_table, table
 
 FOLDER = ROOT / "recipes" / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", FOLDER / "README.md")
+DOCS = ROOT / "docs"
+PAGES = (DOCS / "compatibility.md", DOCS / "speed.md", DOCS / "guides" / "long_texts.md", FOLDER / "README.md")
 
 read = Rows(FOLDER)
 _MARKED = re.compile(r"(<!-- (?!end)(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""What the README says about model types, from `model_cards/model_types.csv`, which `tests/model_types/sweep.py` writes."""
+"""What docs/compatibility.md says about model types, from `model_cards/model_types.csv`, which `tests/model_types/sweep.py` writes."""
 
 from __future__ import annotations
 

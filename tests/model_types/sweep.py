@@ -2,7 +2,7 @@
 
 python tests/model_types/sweep.py                       # all, on top of the rows that are there
 python tests/model_types/sweep.py --only llama,vit --again
-python -m recipes.evidence page                         # then: the README's list is made from the table
+python -m recipes.evidence page                         # then: the list in docs/compatibility.md is made from the table
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TestBenchmarks:
     def test_pages_agree_with_their_files(self, page):
         text = page.read_text(encoding="utf-8")
         assert benchmarks.filled(text) == text, "run python -m recipes.evidence page"
-        assert "<!-- attention -->" in text
+        assert "<!-- end -->" in text
 
     def test_every_table_has_a_place(self):
         text = "".join(page.read_text(encoding="utf-8") for page in benchmarks.PAGES)

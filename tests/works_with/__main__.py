@@ -1,4 +1,4 @@
-"""Run every test that stands for a row of the README's table of tools, where the tools are; write works_with.csv.
+"""Run every test that stands for a row of the table in docs/compatibility.md of tools, where the tools are; write works_with.csv.
 
     python tests/works_with                    # all rows, in a throw-away environment with the tools installed
     python tests/works_with captum wandb       # the rows of these tools; the others stay
