@@ -149,7 +149,7 @@ def calibrate_alphas(
     with evaluated_alone(model, vector):
         try:
             before = task.measure_softmax()
-            say(f"softmax: {before:.4f} nats per token")
+            say(f"with softmax attention: {before:.4f} nats per token")
             search = Search(task, vector, float(max_loss_increase), say)
             price = search.choose()
             search.climb()

@@ -190,7 +190,7 @@ def sparsify(
         report.judge_by_all()
         with evaluated_alone(model, vector):
             before = report.measure_softmax()
-            say(f"softmax: {task.measure_softmax():.4f}")
+            say(f"with softmax attention: {task.measure_softmax():.4f}")
             searched = _search(task, vector, goal, wanted, 0 if trains else steps, rate, say)
             vector.set_(searched.best)
         reached = True
