@@ -13,10 +13,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import rich
 from accelerate import Accelerator
+from rich.markup import escape
+from rich.table import Table
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
+from common.processes import say_processes
 from hf_entmax.analysis import collect, plots, write_report
 from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.collecting.importance import head_importance
@@ -73,17 +77,20 @@ def analyse(name: str, args: argparse.Namespace, accelerator: Accelerator):
 def main() -> None:
     args = parse()
     accelerator = Accelerator()
+    say_processes("analyze_heads", accelerator)
     models = [analyse(name, args, accelerator) for name in [args.model, *args.compare]]
     if not accelerator.is_main_process:
         return
     report = write_report(models, args.out)
-    for statistics in models:
-        for site, density in statistics.density.items():
-            diversity = statistics.head_diversity[site]
-            print(f"{statistics.name:>24}  {site:<13} density {density.nanmean():6.1%}  JS {diversity.nanmean():.3f}")
     plots.density_histograms(models).savefig(report.parent / "density.pdf")
     plots.head_diversity(models).savefig(report.parent / "diversity.pdf")
     print(f"Open {report.resolve()} in a browser.")
+    table = Table("model", "site", "density", "JS diversity of heads")
+    for statistics in models:
+        for site, density in statistics.density.items():
+            diversity = statistics.head_diversity[site]
+            table.add_row(escape(statistics.name), site, f"{density.nanmean():.1%}", f"{diversity.nanmean():.3f}")
+    rich.print(table)
 
 
 if __name__ == "__main__":

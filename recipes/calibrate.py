@@ -27,7 +27,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from common.batches import evenly
 from common.blocks import collate, cut, encode
+from common.finish import table_of
 from common.heads import head_statistics
+from common.processes import say_processes
 from common.results import Results, columns, origin
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
@@ -106,6 +108,7 @@ def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[s
 
 def main() -> None:
     args = parse()
+    say_processes("calibrate")
     results = Results(args.results or args.out / "calibration.csv", FIELDS)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     make = pair_batches if args.pairs else text_batches
@@ -141,7 +144,7 @@ def main() -> None:
             model=Path(args.model).name, data=args.pairs or args.data, temperature=args.temperature, budget=budget,
             calibration_tokens=found.tokens, steps=args.steps, **row, **same,
         )  # fmt: skip
-        print(row, flush=True)
+        rich.print(table_of({"budget": budget, **row}))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torch import Tensor
 from common.multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
 from common.multilabel_scores import MultilabelResults, f1, score
 from common.multilabel_text import TextConfig, run_text
+from common.processes import say_processes
 from common.settings import option
 from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
 
@@ -281,6 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.smoke == (options.config is not None):
         parser.error("give either --config or --smoke.")
+    say_processes("multilabel")
     studies = ("synthetic", "text") if options.smoke else ()
     for plan in map(smoke_config, studies) if options.smoke else [yaml.safe_load(options.config.read_text())]:
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from rich.markup import escape
+from rich.table import Table
 
 from common.results import Results, command, origin
 from common.run import Run, write_atomically
@@ -64,11 +67,20 @@ def finish(
         data: name of the data.
         main_measures: those that stand in the card's metadata.
     """
-    run.say("  ".join(f"{name} {value}" for name, value in measures.items()))
     if run.main:
+        rich.print(table_of(measures))
         _write(run, fields, measures, task=task, data=data, main_measures=main_measures)
     run.accelerator.wait_for_everyone()
     run.accelerator.end_training()  # on every process: it closes the trackers and ends the processes' group
+
+
+def table_of(measures: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each number that was measured."""
+    table = Table("measure", "value")
+    for name, value in measures.items():
+        if value not in ("", None):
+            table.add_row(escape(name), escape(str(value)))
+    return table
 
 
 def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: Any) -> None:

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from common.processes import say_processes
 from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.
@@ -50,7 +51,7 @@ class Run:
     Raises:
         ValueError: before anything is written, if the folder holds another run or foreign files, if another process is at
             work in it, if the settings of a resumed run differ, if ``settings.model`` names a folder that is not there, or if
-            a tracker is unknown or not installed.
+            a tracker is unknown or not installed; if fewer processes run than the launcher was asked for.
     """
 
     def __init__(self, settings: RunSettings, name: str) -> None:
@@ -66,6 +67,7 @@ class Run:
             log_with=list(settings.report_to) or None,
             project_dir=str(self.folder),
         )
+        say_processes(name, self.accelerator)
         # Accelerate would divide every loss by what its own settings say; the weights in `Training.step` are shares already.
         self.accelerator.gradient_accumulation_steps = 1
         self.identity = {

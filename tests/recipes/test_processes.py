@@ -13,7 +13,9 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
+from common.processes import check_processes
 from common.settings import parse
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,48 @@ def test_weights_shared_by_fsdp2(data, tmp_path):
         assert torch.allclose(value, two[name], atol=2e-3), name
     configs = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("one", "two")]
     assert configs[0] == configs[1]
+
+
+class TestCountOfProcesses:
+    @pytest.fixture(autouse=True)
+    def _alone(self, monkeypatch):
+        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+    def environment_of(self, *options):
+        """Return what ``accelerate launch`` with these options adds to the environment of its script."""
+        args = launch_command_parser().parse_args([*options, "recipes/inflection.py"])
+        args, _, _ = _validate_launch_command(args)
+        _, environment = prepare_simple_launcher_cmd_env(args)
+        return {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+    @pytest.mark.parametrize("asked", [1, 2])
+    def test_accelerate_starts_one_process_on_cpus_and_is_found_out(self, monkeypatch, asked):
+        for name, value in self.environment_of("--cpu", "--num_processes", str(asked)).items():
+            monkeypatch.setenv(name, value)
+        if asked == 1:
+            check_processes(1)
+        else:
+            with pytest.raises(ValueError, match=r"asked for several processes and started one.*torchrun --standalone"):
+                check_processes(1)
+
+    @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+    def test_fewer_than_asked_for_are_an_error(self, monkeypatch, name):
+        monkeypatch.setenv(name, "4")
+        with pytest.raises(ValueError, match="4 processes were asked for, and this one works as one of 2 processes"):
+            check_processes(2)
+        check_processes(4)
+
+    def test_a_recipe_says_how_many_and_refuses_before_it_writes(self, data, tmp_path, monkeypatch, capsys):
+        options = [*data["inflection"], "--smoke", "--out", str(tmp_path / "run")]
+        alone("inflection", options)
+        assert capsys.readouterr().out.startswith("inflection: 1 process on cpu.")
+        for name, value in self.environment_of("--cpu", "--num_processes", "2").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="started one"):
+            alone("inflection", [*options[:-1], str(tmp_path / "other")])
+        assert not (tmp_path / "other").exists()
 
 
 def test_accelerate_reads_every_file():
