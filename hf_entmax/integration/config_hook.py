@@ -12,11 +12,14 @@ on every part of the configuration that is patched:
 The second mark exists in the file alone: it is added when the file is written and taken out when it is read, so that no
 configuration in memory has it. Checkpoints saved without it load as before.
 
-What else was weighed. A ``model_type`` of our own stops the Auto classes, but ``BertModel.from_pretrained`` only warns,
-and every tool that goes by the type (the Hub's, converters) loses it. A name of our own in ``architectures`` is not
-looked at when a model is loaded. Weights that do not fit, or a file name of our own for them, would also stop a plain
-configuration over sparse weights, but break the Trainer's resuming, adapters, quantisers and everything else that reads
-safetensors. What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either, nor ``AutoTokenizer`` where it asks
+What else was weighed. A ``quantization_config`` with a method that nobody knows reads better, but Transformers (4, and 5 up to
+5.23) only warns that it skips the quantisation, and loads the weights. A ``dtype`` that does not exist is replaced by the
+caller's. A ``model_type`` of our own stops the Auto classes, but ``BertModel.from_pretrained`` only warns, and every tool that
+goes by the type (the Hub's, converters) loses it. A name of our own in ``architectures`` is not looked at when a model is loaded.
+Weights that do not fit, or a file name of our own for them, would also stop a plain configuration over sparse weights, but break
+the Trainer's resuming, adapters, quantisers and everything else that reads safetensors.
+
+What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either, nor ``AutoTokenizer`` where it asks
 for the configuration. The Hub's page still shows the model's type and task; for a classifier it may list one more label.
 What it does not stop: weights loaded with ``config=`` another configuration, which the loader was given on purpose.
 """

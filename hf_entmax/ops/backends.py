@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import platform
 from types import ModuleType
 
 import torch
@@ -85,6 +86,20 @@ def kernel_package(name: str) -> ModuleType | str:
     return _loaded[name]
 
 
+def _checked(name: str, module: ModuleType) -> str | None:
+    """Why a kernel is not to be used on a kind of processor that it was never tried on: it is looked at once."""
+    from hf_entmax.ops import self_check  # which knows the dense path
+
+    if name != "numba" or self_check.tried_here():
+        return None
+    fault = self_check.faults(module)
+    if fault is None:
+        return None
+    reason = f"on this processor ({platform.machine()}) its kernel is wrong: {fault}"
+    logger.warning("The %s backend is not used: %s. Slower backends take its place; please report it.", name, reason)
+    return reason
+
+
 # Compilers cannot trace an import: they run this while they trace, before they look at what is loaded.
 def _load(name: str) -> bool:
     if name in _loaded:
@@ -97,7 +112,8 @@ def _load(name: str) -> bool:
             reason = f"{_KERNELS[name][0]} cannot be imported: {error}"
         else:
             if hasattr(module, "attention") and hasattr(module, "unsupported"):
-                _loaded[name] = module
+                reason = _checked(name, module)
+                _loaded[name] = module if reason is None else reason
                 return True
             reason = f"{_KERNELS[name][0]} has no attention kernel in this installation"
     if _wrong_version(_KERNELS[name][1]) is not None:

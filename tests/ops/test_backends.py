@@ -154,3 +154,30 @@ def test_the_versions_of_numba_are_those_of_the_installation():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     (first, after) = backends._VERSIONS["numba"]
     assert f'cpu = ["numba>={first[0]}.{first[1]},<{after[0]}.{after[1]}"]' in text
+
+
+@pytest.mark.parametrize("fault", [None, "off", "nan", "raises"])
+def test_on_a_processor_that_was_never_tried_the_kernel_is_checked_once(fault, fresh, monkeypatch, caplog):
+    numba_cpu = pytest.importorskip("hf_entmax.ops.numba_cpu")
+    right, calls = numba_cpu.attention, []
+
+    def attention(*arguments):
+        calls.append(1)
+        if fault == "raises":
+            raise RuntimeError("illegal instruction")
+        out, weights = right(*arguments)
+        return out * {"off": 1.01, "nan": float("nan")}.get(fault, 1.0), weights
+
+    monkeypatch.setattr(numba_cpu, "attention", attention)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    query, key, value = tensors()
+    expected = entmax_attention(query, key, value, 1.5, backend="torch")
+    checked = len(calls)
+    for _ in range(2):
+        torch.testing.assert_close(entmax_attention(query, key, value, 1.5), expected)
+    if fault is None:
+        assert len(calls) > checked and not caplog.text
+        return
+    assert caplog.text.count("backend is not used") == 1 and "aarch64" in caplog.text
+    with pytest.raises(ValueError, match="its kernel is wrong"):
+        entmax_attention(query, key, value, 1.5, backend="numba")

@@ -42,7 +42,9 @@ def _launch(out, processes, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.works_with("accelerate", "two processes (DDP) train as one does, by accelerate launch or torchrun")
+@pytest.mark.works_with(
+    "accelerate", "two processes (DDP) train as one does, by torchrun, which accelerate launch calls for GPUs"
+)
 def test_one_and_two_processes_agree(tmp_path):
     (alone,) = _launch(tmp_path / "one", 1, 8)
     first, second = _launch(tmp_path / "two", 2, 4)
