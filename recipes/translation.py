@@ -18,23 +18,23 @@ or T5-shaped model. BLEU and chrF are sacrebleu's, on ``generate()`` with a beam
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from common.batches import Batches, collated
-from common.finish import check_finish, finish, name_of
+from common.batches import collated
+from common.finish import check_finish, finish, name_of, names_of_sets
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics, output_support
 from common.pretrained import check_length
 from common.results import END, columns
 from common.run import Run
-from common.seq2seq import Pairs, bleu_and_chrf, encode_pairs, translate
+from common.seq2seq import Pairs, bleu_and_chrf, cut_pairs, decode, encode_pairs
 from common.settings import option, parse
-from common.training import Training, make_sparse
+from common.trainer import RecipeTrainer
+from common.training import make_sparse
 from hf_entmax.analysis.reading.tables import read_pairs, read_splits
 from hf_entmax.generation import beam_search
 
@@ -65,12 +65,6 @@ class Settings(Seq2SeqSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(beams=1, max_tokens=4, dev_sentences=0, certificates=0)
-
-
-def names_of_sets(places: list[str]) -> list[str]:
-    """What to call the test sets: by their files, or by the whole path where these are called alike."""
-    short = [Path(where).name.partition(".")[0] for where in places]
-    return short if len(set(short)) == len(short) else [where.replace("/", "_") for where in places]
 
 
 def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> dict[str, float]:
@@ -111,6 +105,7 @@ def main(settings: Settings) -> None:
     model = make_sparse(model, settings)
     examples, left_out = encode_pairs(train, tokenizer, settings.max_tokens)
     shown_examples, _ = encode_pairs(shown, tokenizer, settings.max_tokens)
+    sources = lambda pairs: cut_pairs(pairs, tokenizer, settings.max_tokens)  # noqa: E731
     for split, kept in (("training", examples), ("dev", shown_examples)):
         if not kept:
             raise ValueError(f"max_tokens={settings.max_tokens}: every {split} pair is longer; raise it.")
@@ -119,25 +114,24 @@ def main(settings: Settings) -> None:
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     )
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
-    batches = Batches.for_training(run, examples, collator, lambda row: len(row["input_ids"]) + len(row["labels"]))
 
-    def evaluate(current: Any) -> dict[str, float]:
-        measures = bleu_and_chrf(translate(current, shown, tokenizer, run, settings.max_tokens, beams=1), shown)
+    def measure(answers: Any) -> dict[str, float]:
+        measures = bleu_and_chrf(decode(answers.predictions, tokenizer), shown)
         return {"score": measures["bleu"], **measures}
 
-    training = Training(run, model, tokenizer, batches, evaluate)
-    training.fit()
-    best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
+    trainer = RecipeTrainer(run, model, tokenizer, examples, sources(shown), collator, measure)
+    best = trainer.fit().eval()
+    trainer.compute_metrics = None
     scores = {}
     for name, pairs in tests.items():
-        hypotheses = translate(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
+        hypotheses = decode(trainer.predict(sources(pairs), num_beams=settings.beams).predictions, tokenizer)
         run.write(f"hypotheses.{name}.txt", hypotheses)
         scores[name] = bleu_and_chrf(hypotheses, pairs)
     first = next(iter(scores.values()))
     measures: dict[str, Any] = {
-        **training.summary(),
+        **trainer.summary(),
         "data": settings.train,
-        "dev_bleu": round(training.progress.best, 2),
+        "dev_bleu": round(trainer.best, 2),
         "bleu": round(first["bleu"], 2),
         "chrf": round(first["chrf"], 2),
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),

@@ -36,6 +36,12 @@ def name_of(where: str) -> str:
     return folder.name or Path(where).name.partition(".")[0]
 
 
+def names_of_sets(places: list[str]) -> list[str]:
+    """Return what to call test sets: their files, or the whole paths where these are called alike."""
+    short = [Path(where).name.partition(".")[0] for where in places]
+    return short if len(set(short)) == len(short) else [where.replace("/", "_") for where in places]
+
+
 def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
     """Say before training what would fail after it: the row of results, the upload.
 
@@ -76,7 +82,8 @@ def finish(
 
 def table_of(measures: Mapping[str, Any]) -> Table:
     """Return a table with a row for each number that was measured."""
-    table = Table("measure", "value")
+    table = Table("measure")
+    table.add_column("value", overflow="fold")
     for name, value in measures.items():
         if value not in ("", None):
             table.add_row(escape(name), escape(str(value)))

@@ -99,7 +99,8 @@ class Run:
             if self.folder.exists() and any(entry.name != LOCK for entry in self.folder.iterdir()):
                 raise ValueError(f"--out {self.folder} holds files that are no run's: give a new or empty folder.")
             return False
-        if not any((self.folder / name).exists() for name in STARTED):
+        started = any((self.folder / name).exists() for name in STARTED)
+        if not started and not any(self.folder.glob("checkpoint-*")):
             return False  # an earlier start failed before its first step: nothing is lost
         if not self.settings.resume:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import sacrebleu
 
 from common.batches import answers_of
@@ -19,6 +20,20 @@ def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[
     both = zip(sources, targets, strict=True)
     examples = [{"input_ids": s, "labels": t} for s, t in both if max(len(s), len(t)) <= longest]
     return examples, len(pairs) - len(examples)
+
+
+def cut_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> list[dict[str, list[int]]]:
+    """Return the token ids of all pairs, with longer sides cut."""
+    options = {"truncation": True, "max_length": longest}
+    ids = tokenizer([s for s, _ in pairs], text_target=[t for _, t in pairs], **options)
+    return [{"input_ids": s, "labels": t} for s, t in zip(ids["input_ids"], ids["labels"], strict=True)]
+
+
+def decode(predictions: Any, tokenizer: Any) -> list[str]:
+    """Return the texts of what the Seq2SeqTrainer predicts: token ids ``[B, T]``, filled up with -100."""
+    return tokenizer.batch_decode(
+        np.where(predictions < 0, tokenizer.pad_token_id, predictions), skip_special_tokens=True
+    )
 
 
 def generate(model: Any, sources: list[list[int]], tokenizer: Any, run: Run, size: int, **options: Any) -> list[str]:

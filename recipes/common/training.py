@@ -145,7 +145,7 @@ class Training:
         self.evaluate_every = evaluate_every
         self.accelerator = run.accelerator
         self.total = 2 if settings.smoke else settings.epochs * len(batches)
-        optimizer = torch.optim.AdamW(_groups(model, settings), lr=settings.lr, betas=(0.9, 0.98))
+        optimizer = torch.optim.AdamW(parameter_groups(model, settings), lr=settings.lr, betas=(0.9, 0.98))
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         # Not prepared: a prepared schedule moves once per process and step.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer.optimizer, self._rate)
@@ -294,7 +294,7 @@ def _mean_alphas(model: Any) -> dict[str, float]:
     return {f"alpha/{site}": float(values.nanmean()) for site, values in alphas(model).items()}
 
 
-def _groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
+def parameter_groups(model: Any, settings: RunSettings) -> list[dict[str, Any]]:
     """Parameter groups: alphas at their own rate and without decay, no decay for biases and norms."""
     if any(p.requires_grad and f".{CHILD}." in f".{name}" for name, p in model.named_parameters()):
         rates = {"lr": settings.lr, "alpha_lr": settings.alpha_lr}

@@ -45,6 +45,8 @@ def data(tmp_path_factory):
         for verb in ("study", "like")
     ]
     (folder / "articles.jsonl").write_text("".join(json.dumps(article) + "\n" for article in articles))
+    sentences = [f"{verb} {lemma}\t{lemma} {verb}" for lemma in lemmas for verb in ("lies", "ses")]
+    (folder / "pairs.tsv").write_text("de\ten\n" + "\n".join(sentences) + "\n")
     small = "--width 16 --heads 2 --layers 1 --epochs 2 --lr 0.01 --warmup 4 --dropout 0 --attention learned"
     common = [*small.split(), "--output_alpha", "1.5"]
     options = {
@@ -60,6 +62,8 @@ def data(tmp_path_factory):
             "6",
         ],
     }
+    steps = "--batch_size 8 --vocabulary 80 --max_tokens 20 --certificates 4 --checkpoint_steps 1 --log_steps 1"
+    options["translation"] = [*three(folder / "pairs.tsv"), *steps.split()]
     return {recipe: [*own, *common] for recipe, own in options.items()}
 
 
@@ -103,11 +107,16 @@ def results(folder, names):
 def test_two_processes_compute_what_one_does(data, tmp_path):
     jobs = [{"recipe": r, "arguments": [*o, "--out", str(tmp_path / f"two-{r}")]} for r, o in data.items()]
     together(
-        [*jobs[:1], {**jobs[1], "stop_at": 3}, {**jobs[1], "arguments": [*jobs[1]["arguments"], "--resume"]}, jobs[2]]
+        [
+            *(jobs[0], jobs[2]),
+            *({**jobs[1], "stop_at": 3}, {**jobs[1], "arguments": [*jobs[1]["arguments"], "--resume"]}),
+            *({**jobs[3], "stop_at": 1}, {**jobs[3], "arguments": [*jobs[3]["arguments"], "--resume"]}),
+        ]
     )
     measured = {
         "inflection": ["accuracy", "optimal", "test_words", "steps", "best_step"],
         "classification": ["accuracy", "macro_f1", "test_texts", "steps", "best_step"],
+        "translation": ["bleu", "chrf", "optimal", "certificates_of", "steps", "best_step"],
         "summarization": ["rouge1", "first_rouge1", "lead_rouge1", "test_texts", "steps"],
     }
     for recipe, options in data.items():

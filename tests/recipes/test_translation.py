@@ -4,13 +4,17 @@ import dataclasses
 import json
 from pathlib import Path
 
+import fresh
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import translation
 from common import training
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import encode_pairs
 from common.settings import parse
+from common.trainer import SimilarLengths
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -77,7 +81,7 @@ def test_every_setting_is_one_option(data, changes):
 
 @pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data):
-    translation.main(settings(data, epochs=25))
+    translation.main(settings(data, epochs=25, seed=2))
     result = json.loads((data / "run" / "result.json").read_text())
     assert result["bleu"] > 90
     model = str(data / "run" / "model")
@@ -146,13 +150,83 @@ def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
     )
 
 
+# The recipe, killed with SIGKILL after a step; forked, so that nothing has to be imported anew.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {recipes!r})
+import translation
+from common.trainer import Clock
+end = Clock.on_step_end
+def end_and_die(self, args, state, control, **kwargs):
+    end(self, args, state, control, **kwargs)
+    if state.global_step == {last}:
+        os.kill(os.getpid(), signal.SIGKILL)
+if os.fork():
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+else:
+    Clock.on_step_end = end_and_die
+    translation.main(translation.parse(translation.Settings, translation.__doc__))
+    os._exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_weights(data):
+    torch.set_num_threads(1)
+    sparse = {"attention": "learned", "output_alpha": 1.5, "dropout": 0.3, "epochs": 3, "certificates": 2}
+    whole = settings(data, checkpoint_steps=3, log_steps=3, **sparse)
+    translation.main(whole)
+    killed = dataclasses.replace(whole, out=str(data / "killed"))
+    given = [f"--{name}={value}" for name, value in dataclasses.asdict(killed).items() if value and name != "test"]
+    driver = DRIVER.format(recipes=str(RECIPES), last=23)  # of 16 steps an epoch: in the middle of the second one
+    ended = fresh.run(driver, *given, "--test", *whole.test, environment={"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    left = {path.name for path in (data / "killed").glob("checkpoint-*")}
+    assert "checkpoint-21" in left and not (data / "killed" / "model").exists()
+    (data / "killed" / "checkpoint-22").mkdir()  # as if it had been killed while it wrote this one
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        translation.main(killed)
+    with pytest.raises(ValueError, match=r"started differently \(lr was 0\.005, is now 0\.01\)"):
+        translation.main(dataclasses.replace(killed, resume=True, lr=0.01))
+    lines = (data / "train.en").read_text(encoding="utf-8")
+    (data / "train.en").write_text(lines.replace("dog", "cat"), encoding="utf-8")
+    with pytest.raises(ValueError, match="the training data have changed since"):
+        translation.main(dataclasses.replace(killed, resume=True))
+    (data / "train.en").write_text(lines, encoding="utf-8")
+    translation.main(dataclasses.replace(killed, resume=True))
+    # The last weights, not only the best ones, and what the optimiser remembers of the way.
+    for name in ("model", "checkpoint-48"):
+        one, two = (load_file(data / run / name / "model.safetensors") for run in ("run", "killed"))
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    states = [torch.load(data / run / "checkpoint-48" / "optimizer.pt")["state"] for run in ("run", "killed")]
+    assert all(torch.equal(states[0][key]["exp_avg"], states[1][key]["exp_avg"]) for key in states[0])
+    logs = [[json.loads(x) for x in (data / run / "log.jsonl").read_text().splitlines()] for run in ("run", "killed")]
+    losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 16
+    results = [json.loads((data / run / "result.json").read_text()) for run in ("run", "killed")]
+    for name in ("bleu", "dev_bleu", "best_step", "steps", "density_cross"):
+        assert results[0][name] == results[1][name]
+
+
+def test_the_order_follows_from_seed_and_epoch():
+    lengths = [(7 * place) % 31 for place in range(2003)]
+    order = lambda seed, epoch: list(SimilarLengths(lengths, 8, seed, lambda: epoch))  # noqa: E731
+    assert sorted(order(0, 0)) == list(range(2003))
+    assert order(0, 1) == order(0, 1) != order(0, 2) and order(0, 1) != order(1, 1)
+    steps = [order(0, 0)[i : i + 8] for i in range(0, 2003, 8)]
+    spreads = [max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in steps]
+    assert len(steps[-1]) == 3 and sum(spreads) / len(spreads) < 2
+    means = torch.tensor([sum(lengths[i] for i in step) / 8 for step in steps[:-1]])
+    assert abs(torch.corrcoef(torch.stack([means[1:], means[:-1]]))[0, 1]) < 0.3  # short and long steps are mixed
+
+
 def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
     decayed = []
     for attention in ("softmax", "1.5", "learned"):
         chosen = settings(data, architecture="t5", attention=attention)
         model = translation.make_sparse(build_seq2seq(chosen, 60, 20, chosen.architecture), chosen)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = training._groups(model, chosen)
+        groups = training.parameter_groups(model, chosen)
         decayed.append({names[p] for group in groups if group["weight_decay"] for p in group["params"]})
     assert decayed[0] == decayed[1] == decayed[2]
     assert not any("bias" in name for name in decayed[0]) and "shared.weight" in decayed[0]
