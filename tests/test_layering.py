@@ -25,6 +25,7 @@ ANALYSIS = {
     "statistics": 1,
     "plots": 1,
     "collecting": 2,
+    "one_head": 3,
     "report": 3,
     "analyze": 4,
     "command": 5,

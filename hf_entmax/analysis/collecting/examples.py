@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_entmax.analysis.reading.words import TokenTable, table_or_note, word_ids
 from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
+from hf_entmax.integration.discovery import AttentionSite
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
 _FEWEST_TOKENS = 7
@@ -93,12 +94,12 @@ def collect_examples(
             if length < _FEWEST_TOKENS:  # too little to see, unless there is nothing else
                 few = few if len(few) >= limit else [*few, single]
                 continue
-            examples.append(_run(model, single, tokenizer, table))
+            examples.append(run_sentence(model, single, tokenizer, table))
             if len(examples) == limit:
                 return examples
-    examples += [_run(model, single, tokenizer, table) for single in few[: limit - len(examples)]]
+    examples += [run_sentence(model, single, tokenizer, table) for single in few[: limit - len(examples)]]
     if not examples and shortest is not None:
-        examples.append(_run(model, shortest[1], tokenizer, table))
+        examples.append(run_sentence(model, shortest[1], tokenizer, table))
     return examples
 
 
@@ -115,11 +116,20 @@ def _longest(single: Mapping[str, Tensor]) -> int:
 
 
 @torch.no_grad()
-def _run(model: Any, single: dict[str, Any], tokenizer: Any, table: TokenTable | None) -> Example:
+def run_sentence(
+    model: Any,
+    single: dict[str, Any],
+    tokenizer: Any,
+    table: TokenTable | None,
+    wanted: Callable[[AttentionSite], bool] = lambda site: True,
+) -> Example:
+    """Run one sentence, a batch of one row, and keep the attention of the modules that are wanted."""
     info = prepare_batch(model, single)
     seen: dict[str, list[Tensor]] = {}
 
     def keep(call: AttentionCall) -> None:
+        if not wanted(call.site):
+            return
         site = call.site.site
         kept = call.weights[0].float().cpu()
         for dim, (_, mask) in enumerate(info.sides(site), start=1):
