@@ -406,3 +406,50 @@ def test_page_does_not_scroll_sideways(folder, browser, width, page):
     )
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert wide <= seen
+
+
+def test_a_head_is_found_by_number_and_by_role(models, folder, browser):
+    open_page(browser, folder / "one" / "report.html")
+
+    def search(text):
+        browser.execute_script(
+            "const s = document.querySelector('.headsearch input'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
+            text,
+        )
+        missing = browser.execute_script(
+            "return document.querySelector('.headsearch input').classList.contains('missing')"
+        )
+        return browser.execute_script("return document.querySelector('.viewer h3').textContent"), missing
+
+    assert search("cross 0.3") == ("Cross-attention, layer 0, head 3", False)
+    assert search("decoder 1.0") == ("Decoder self-attention, layer 1, head 0", False)
+    assert search("9.9") == ("Decoder self-attention, layer 1, head 0", True)
+    assert errors(browser) == []
+
+
+def test_the_first_head_that_is_shown_does_not_rest(folder, browser, tmp_path):
+    """However surely a head looks at the first token, another role is what one wants to see."""
+    text = (folder / "one" / "report.html").read_text(encoding="utf-8")
+    data = page_data(text)
+    for head in data["models"][0]["heads"]:
+        named = {("decoder_self", 0, 0): ("first", 0.99), ("decoder_self", 1, 1): ("induction", 0.4)}
+        role, strength = named.get((head["site"], head["layer"], head["head"]), ("", None))
+        head |= {"role": role, "role_strength": strength}
+    page = tmp_path / "report.html"
+    start = text.index('id="data">') + len('id="data">')
+    page.write_text(text[:start] + json.dumps(data) + text[text.index("</script>", start) :], encoding="utf-8")
+    open_page(browser, page)
+    assert browser.execute_script("return document.querySelector('.viewer h3').textContent").endswith("layer 1, head 1")
+
+
+def test_on_a_phone_the_arcs_come_before_the_map_and_stay_inside(folder, browser):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    open_page(browser, folder / "one" / "report.html")
+    stage, maps, viewer = browser.execute_script(
+        "return ['.stage', '.maps', '.viewer'].map((name) => document.querySelector(name).getBoundingClientRect().toJSON())"
+    )
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert stage["bottom"] <= maps["top"]
+    assert viewer["left"] - 1 <= stage["left"] and stage["right"] <= viewer["right"] + 1

@@ -93,6 +93,20 @@
     }
   };
 
+  /* What is worth a first look: a head with a strong role that is not resting on the first token or on special ones. */
+  const resting = new Set(["first", "special", "punctuation"]);
+  const interest = (row) => (row.role_strength || 0) * (resting.has(row.role) ? 0.1 : 1) + 0.01 * (1 - (row.density ?? 1));
+
+  /* The heads that a search means: "1.3", "cross 1.3", or a part of the name of a role or site. */
+  const found = (model, text) => {
+    const wanted = text.trim().toLowerCase();
+    const place = /(\d+)\.(\d+)\s*$/.exec(wanted);
+    const word = (place ? wanted.slice(0, place.index) : wanted).trim();
+    return wanted ? model.heads.filter((row) => (!place || (row.layer === Number(place[1]) && row.head === Number(place[2])))
+      && (!word || siteName(row.site).toLowerCase().includes(word) || (row.role && roleName(row.site, row.role).toLowerCase().includes(word))))
+      .sort((a, b) => interest(b) - interest(a)) : [];
+  };
+
   /* ---------- one pane: the maps of a model and its viewer ---------- */
   const buildPane = (initial) => {
     const pane = { m: initial, site: null, layer: 0, head: 0, example: 0, view: "arcs", least: 0 };
@@ -100,7 +114,12 @@
     const viewer = make("div", { class: "viewer" });
     const picker = several ? make("p", { class: "modelpick" }, make("select", { "aria-label": "Model", onchange: (event) => { pane.m = Number(event.target.value); pane.reset(); } },
       ...data.models.map((model, m) => make("option", { value: m, selected: m === initial }, model.name)))) : null;
-    const element = make("div", { class: "pane" }, picker, maps, viewer);
+    const search = make("input", { type: "search", placeholder: "find a head: 1.3, induction, cross", "aria-label": "Find a head", oninput: (event) => {
+      const [row] = found(data.models[pane.m], event.target.value);
+      if (row) choose(pane.m, row.site, row.layer, row.head, false, pane);
+      event.target.classList.toggle("missing", Boolean(event.target.value.trim()) && !row);
+    } });
+    const element = make("div", { class: "pane" }, picker, make("p", { class: "headsearch" }, search), maps, viewer);
     const title = make("h3"), facts = make("p", { class: "facts" }), stage = make("div", { class: "stage" }), status = make("p", { class: "quiet", "aria-live": "polite" }), side = make("div", { class: "side" });
     const sentence = make("select", { "aria-label": "Sentence", onchange: (event) => { pane.example = Number(event.target.value); pane.show(); follow(pane); } });
     const controls = make("div", { class: "controls" });
@@ -140,7 +159,7 @@
       if (model.examples.length) sentence.value = pane.example;
       if (!pane.site && panes.length) [pane.site, pane.layer, pane.head] = [panes[0].site, panes[0].layer, panes[0].head];
       const same = pane.site && model.byHead.has(`${pane.site}/${pane.layer}/${pane.head}`);
-      const start = same ? model.byHead.get(`${pane.site}/${pane.layer}/${pane.head}`) : [...model.heads].sort((a, b) => (b.role_strength || 0) - (a.role_strength || 0))[0];
+      const start = same ? model.byHead.get(`${pane.site}/${pane.layer}/${pane.head}`) : [...model.heads].sort((a, b) => interest(b) - interest(a))[0];
       [pane.site, pane.layer, pane.head] = [start.site, start.layer, start.head];
       pane.paint();
       pane.show();
