@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -125,8 +126,15 @@ def _save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        adapter = getattr(self, "_hf_peft_config_loaded", False)
+        if adapter:  # then Transformers writes the adapter alone
+            from hf_entmax.integration.peft_hook import mark_adapter, refuse_parts
+
+            refuse_parts(self)
         result = original(self, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
+            if adapter and getattr(self.config, CONFIG_KEY, None) is not None:
+                mark_adapter(self, Path(save_directory))
             _write_card(self, save_directory)
         return result
 

@@ -65,24 +65,47 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, save_directory, *args, **kwargs)
         base = self.get_base_model()
-        entmax = getattr(getattr(base, "config", None), CONFIG_KEY, None)
+        refuse_parts(base)
+        result = original(self, save_directory, *args, **kwargs)
         given = signature.bind(self, save_directory, *args, **kwargs)
         given.apply_defaults()
-        if entmax is None or not given.arguments.get("is_main_process", True):
+        if getattr(getattr(base, "config", None), CONFIG_KEY, None) is None or not given.arguments.get(
+            "is_main_process", True
+        ):
             return result
-        state = {name: values.tolist() for name, values in _numbers(base).items()}
         # Only what this call has written: below the folder there may be adapters of other runs.
         for name in given.arguments["selected_adapters"] or list(self.peft_config):
-            path = Path(save_directory, *([] if name == "default" else [name]), "adapter_config.json")
-            record = json.loads(path.read_text(encoding="utf-8"))
-            record["peft_type"] = record["peft_type"].removesuffix(_TYPE_SUFFIX) + _TYPE_SUFFIX
-            record |= {CONFIG_KEY: entmax, _STATE_KEY: state}
-            path.write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
+            mark_adapter(base, Path(save_directory, *([] if name == "default" else [name])))
         return result
 
     return save_pretrained
+
+
+def mark_adapter(base: Any, folder: Path) -> None:
+    """Write what a patched base needs into the adapter that was saved to a folder."""
+    path = folder / "adapter_config.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["peft_type"] = record["peft_type"].removesuffix(_TYPE_SUFFIX) + _TYPE_SUFFIX
+    state = {name: values.tolist() for name, values in _numbers(base).items()}
+    record |= {CONFIG_KEY: getattr(base.config, CONFIG_KEY), _STATE_KEY: state}
+    path.write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def refuse_parts(base: Any) -> None:
+    """Refuse a base that is patched in parts: an adapter names one configuration, and would come back over a softmax.
+
+    Raises:
+        ValueError: if only parts of the base carry an entmax configuration.
+    """
+    from hf_entmax.integration.patching import stored_configs
+
+    config = getattr(base, "config", None)
+    if getattr(config, CONFIG_KEY, None) is None and stored_configs(config):
+        raise ValueError(
+            f"Only parts of this {type(base).__name__} are patched, each with a configuration of its own; an adapter stores that "
+            "of the whole, and would be loaded over softmax attention. Call hf_entmax.unpatch_model(model) and patch the whole."
+        )
 
 
 def _card(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,6 +161,8 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(peft_config, "inference_mode", False):
+            refuse_parts(model)
         _make_ready(model, peft_config)
         original(self, model, peft_config, *args, **kwargs)
         _warn_of_frozen_alphas(self, peft_config)

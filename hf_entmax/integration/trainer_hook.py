@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def install() -> None:
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
         _refuse_other_losses(self)
+        if type(self).create_model_card is not create_model_card:  # TRL's trainers write cards of their own
+            self.create_model_card = completing(self.create_model_card)
 
     @functools.wraps(original_on_log)
     def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
@@ -70,6 +73,14 @@ def install() -> None:
     def create_model_card(self: Trainer, *args: Any, **kwargs: Any) -> None:
         original_card(self, *args, **kwargs)
         _complete_card(self)
+
+    def completing(write: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(write)
+        def write_and_complete(*args: Any, **kwargs: Any) -> None:
+            write(*args, **kwargs)
+            _complete_card(write.__self__)  # type: ignore[attr-defined]
+
+        return write_and_complete
 
     @functools.wraps(original_train)
     def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -206,3 +206,24 @@ def test_the_card_of_an_adapter_says_how_it_is_loaded(tmp_path):
         card = (tmp_path / "adapter/README.md").read_text()
         assert card.count("import hf_entmax") == 1 and "PeftModel.from_pretrained(base" in card
         assert card.startswith("---\n") and "library_name: peft" in card
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["entmax_norm"]])
+def test_an_adapter_that_transformers_saves_never_runs_over_softmax(tmp_path, modules_to_save):
+    model = patch_model(_base(tmp_path))
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=modules_to_save))
+    set_alphas(model, 1.9)
+    model.save_pretrained(tmp_path / "adapter")
+    again = _base(tmp_path)
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert is_patched(again) and torch.allclose(alphas(again)["decoder_self"], torch.tensor(1.9))
+    torch.testing.assert_close(_logits(again.eval()), _logits(model.eval()))
+    assert "import hf_entmax" in (tmp_path / "adapter/adapter_config.json").read_text()
+
+
+def test_an_adapter_over_parts_with_configurations_of_their_own_is_refused(tmp_path):
+    for name, alpha in (("one", 1.3), ("two", 1.8)):
+        patch_model(tiny.build("bert"), alpha=alpha).save_pretrained(tmp_path / name)
+    model = tf.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(ValueError, match="patch the whole"):
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))

@@ -446,6 +446,17 @@ def test_the_card_of_a_trainer_says_how_the_model_is_loaded(tmp_path):
     assert "hf_entmax" not in (tmp_path / "plain/README.md").read_text()
 
 
+def test_the_card_of_a_trainer_that_writes_its_own_says_how_the_model_is_loaded(tmp_path):
+    class Own(tf.Trainer):
+        def create_model_card(self, *args, **kwargs):
+            (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Own\n\n## About\n\nwords\n")
+
+    trainer = Own(_patched("llama"), tf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("import hf_entmax") == 1 and "license: mit" in card and "## About" in card
+
+
 @pytest.mark.parametrize("options", [{"alpha_init": 1.4}, {"alpha": 1.5}, {"alpha": 1.5, "layers": (0,)}], ids=str)
 def test_a_composite_of_patched_parts_is_a_patched_model(tmp_path, options):
     patch_model(tiny.build("bert"), **options).save_pretrained(tmp_path / "part")
