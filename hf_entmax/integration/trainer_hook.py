@@ -120,10 +120,15 @@ def _complete_card(trainer: Any) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     adapter = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     base = model.get_base_model() if adapter else model
-    config = getattr(base, "config", None)
-    if not trainer.is_world_process_zero() or not path.is_file() or getattr(config, CONFIG_KEY, None) is None:
+    if not trainer.is_world_process_zero() or not path.is_file():
         return
     from hf_entmax.integration.card import add_to_card, card_section
+    from hf_entmax.integration.patching import stored_configs
+
+    if (
+        len(stored_configs(getattr(base, "config", None))) != 1
+    ):  # parts that are patched differently have cards of their own
+        return
 
     add_to_card(path, card_section(base, trainer.hub_model_id or trainer.args.output_dir, adapter=adapter))
 

@@ -469,6 +469,9 @@ def test_a_composite_of_patched_parts_is_a_patched_model(tmp_path, options):
     ids = torch.randint(5, 30, (2, 6))
     model.save_pretrained(tmp_path / "whole")
     assert (tmp_path / "whole/README.md").is_file()
+    arguments = tf.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True)
+    tf.Trainer(model, arguments).create_model_card()
+    assert "import hf_entmax" in (tmp_path / "run/README.md").read_text()
     again = tf.EncoderDecoderModel.from_pretrained(tmp_path / "whole").eval()
     sparse = model(input_ids=ids, labels=ids).logits
     assert is_patched(again) and torch.equal(again(input_ids=ids, labels=ids).logits, sparse)
