@@ -7,6 +7,7 @@ and are not decayed; a checkpoint that was cut off while it was written is passe
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import shutil
@@ -176,6 +177,14 @@ class RecipeTrainer(Seq2SeqTrainer):
         lengths = [len(example["input_ids"]) + len(example["labels"]) for example in examples]
         epoch = lambda: int(self.state.epoch or 0)  # noqa: E731
         return SimilarLengths(lengths, self.settings.batch_size, self.settings.seed, epoch)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict, and leave the model's generation settings alone: the Trainer would fill in defaults, 20 tokens among them."""
+        own = copy.deepcopy(self.model.generation_config)
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.model.generation_config = own
 
     def fit(self) -> Any:
         """Train, from the last checkpoint where there is one, and return the best model, which is in ``model`` then.

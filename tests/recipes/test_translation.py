@@ -65,6 +65,8 @@ def test_every_setting_is_one_option(data, changes):
     assert result["steps"] == 2
     stored = json.loads((data / "run" / "model" / "config.json").read_text())
     assert stored["model_type"] == changes.get("architecture", "bart")
+    writes = json.loads((data / "run" / "model" / "generation_config.json").read_text())
+    assert (writes["max_new_tokens"], writes.get("max_length")) == (20, None)
     attention = changes.get("attention", "softmax")
     if attention == "softmax":
         assert "entmax_config" not in stored
