@@ -100,9 +100,9 @@ alpha = 1 is the softmax, 1.5 is 1.5-entmax, 2 is sparsemax
 {%- endif %}
 {%- if sparsity %}
 
-{{ "%.1f"|format(100 * sparsity.mean_density) }} % of the attention weights are not zero (mean over heads). On {{ sparsity.tokens }}
-tokens that were kept apart the loss was {{ "%.4f"|format(sparsity.loss_before) }} with softmax attention before, and is
-{{ "%.4f"|format(sparsity.loss_after) }} now; trained for it: {{ sparsity.train }}.
+As measured before any further training, {{ "%.1f"|format(100 * sparsity.mean_density) }} % of the attention weights are not zero (mean over
+heads). On {{ sparsity.tokens }} tokens that were kept apart the loss was {{ "%.4f"|format(sparsity.loss_before) }} with softmax attention
+and {{ "%.4f"|format(sparsity.loss_after) }} with these alphas; trained for it: {{ sparsity.train }}.
 {%- endif %}
 {%- if calibration and calibrated %}
 

@@ -427,6 +427,8 @@ def test_the_card_says_what_a_stranger_needs(tmp_path):
     card = (tmp_path / "third/README.md").read_text()
     assert f"{100 * report.mean_density:.1f} % of the attention weights are not zero" in card
     assert f"{report.loss_before:.4f} with softmax" in card
+    # The weights may change where the alphas rest, and these figures do not follow.
+    assert "before any further training" in card
     reloaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "third")
     assert reloaded.config.entmax_sparsity["tokens"] == report.tokens
 
