@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hf_entmax.alpha import LearnedAlpha
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
 from hf_entmax.integration.output_loss import check_fused_head, counting_support, output_losses
+
+logger = logging.getLogger(__name__)
+#: Steps after which it is said that nothing is sparse, and the alpha below which hardly any weight is zero.
+_SETTLED, _NEARLY_SOFTMAX = 100, 1.03
 
 
 def install() -> None:
@@ -51,6 +58,7 @@ def install() -> None:
             before_report = getattr(callback, "before_report", None)
             if before_report is not None:
                 before_report(args, state, logs, model=self.model)
+        _say_dense(self, state)
         return original_on_log(self, args, state, control, logs)
 
     @functools.wraps(original_loop)
@@ -98,6 +106,29 @@ def install() -> None:
     Trainer.evaluation_loop = evaluation_loop
     CallbackHandler.on_log = on_log  # type: ignore[method-assign,assignment]
     Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
+
+
+def _say_dense(handler: Any, state: Any) -> None:
+    """Say once, after the first hundred steps, that no head has become sparse, and what to do about it."""
+    config = getattr(handler.model, "config", None)
+    if state.global_step < _SETTLED or getattr(handler, "_hf_entmax_told", False) or not state.is_world_process_zero:
+        return
+    handler._hf_entmax_told = True
+    entmax = getattr(config, CONFIG_KEY, None) or {}
+    if entmax.get("alpha") != "learned" or entmax.get("mapping", "entmax") != "entmax":
+        return
+    learned = [m() for m in handler.model.modules() if isinstance(m, LearnedAlpha)]
+    if not learned or any(isinstance(values, DTensor) for values in learned):
+        return
+    highest = max(float(values.detach().max()) for values in learned)
+    if highest < _NEARLY_SOFTMAX:
+        logger.warning(
+            "After %d steps no alpha is above %.3f: attention is as good as dense. To get zeros, call hf_entmax.sparsify(model, "
+            "batches, ...), start higher (alpha_init=1.5 with length_scaling='constant', length_scaling_init='softmax'), or give "
+            "alphas a learning rate of their own (hf_entmax.training.alpha_parameter_groups).",
+            state.global_step,
+            highest,
+        )
 
 
 def _clear_model(model: Any, own: list[Any]) -> None:

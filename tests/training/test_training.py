@@ -281,3 +281,17 @@ def test_rates_for_what_is_not_learned_are_refused(options, named):
     assert alpha_parameter_groups(model, 1e-3)
     with pytest.raises(ValueError, match=f"{named}=5.0 would have no effect"):
         alpha_parameter_groups(model, 1e-3, **{named: 5.0})
+
+
+@pytest.mark.parametrize("start, said", [(1.01, 1), (1.5, 0)])
+def test_a_model_that_stays_dense_is_told_what_to_do_once(tmp_path, caplog, start, said):
+    model = patch_model(tiny.build("llama"), alpha_init=start)
+    rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)}] * 4
+    arguments = tf.TrainingArguments(
+        str(tmp_path), max_steps=120, per_device_train_batch_size=1, logging_steps=10, learning_rate=1e-4, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    with caplog.at_level("WARNING"):
+        tf.Trainer(model, arguments, train_dataset=rows).train()
+    assert caplog.text.count("attention is as good as dense") == said
+    assert ("hf_entmax.sparsify" in caplog.text) == bool(said)
