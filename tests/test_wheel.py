@@ -15,8 +15,8 @@ else:
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_entmax"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-#: What Transformers itself requires, so that it is there; Numba's own part; and two that only a benchmark or an adapter uses.
-GIVEN = {"numpy", "tokenizers", "tqdm"} | {"llvmlite"} | {"adasplash", "peft"}
+#: What Transformers, datasets and torch require, so that it is there; Numba's own part; and two that only a benchmark or an adapter uses.
+GIVEN = {"numpy", "tokenizers", "tqdm"} | {"pandas"} | {"networkx"} | {"llvmlite"} | {"adasplash", "peft"}
 
 
 def _files(builder: str) -> set[str]:
