@@ -27,6 +27,8 @@ from hf_entmax.training.search import Task, mean_density
 _START = 0.5
 #: Learning rate of alphas and temperatures.
 _ALPHA_RATE = 0.01
+#: What the search found, beside the checkpoints.
+_RECORD = "sparsify.json"
 #: Evaluations over a training, and rank of adapters.
 _EVALUATIONS, _RANK = 4, 32
 _OURS = ("output_dir", "max_steps", "learning_rate", "per_device_train_batch_size", "eval_strategy", "save_strategy",
@@ -52,6 +54,11 @@ class TrainingPlan:
             raise ValueError(
                 f"trainer_arguments holds {', '.join(taken)}: sparsify sets them itself; see its own arguments."
             )
+
+    def asked(self, vector: AlphaVector) -> dict[str, Any]:
+        """What a run that goes on must have been asked for."""
+        asked = {name: getattr(self, name) for name in ("goal", "wanted", "train", "steps", "learning_rate")}
+        return asked | {"alphas": vector.count}
 
 
 class _SparseTrainer(Trainer):
@@ -93,8 +100,8 @@ def train_sparse(
         denser = searched[: vector.count].mean() < sparse[: vector.count].mean()
         vector.set_(sparse if denser else searched)
     with _folder(plan) as folder, _trainable(model, vector, plan) as trained:
-        first = _first_values(folder, plan, vector)
-        vector.set_(first)
+        record = {"asked": plan.asked(vector), "searched": searched.tolist()}
+        (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
         callbacks = [LossBudgetCallback(plan.wanted, rate=0.1)] if budget else []
         every = max(1, plan.steps // _EVALUATIONS)
         options: dict[str, Any] = {"report_to": [], "logging_steps": max(1, every // 5), "save_total_limit": 2}
@@ -164,21 +171,21 @@ def _folder(plan: TrainingPlan) -> Iterator[Path]:
         yield Path(name)
 
 
-def _first_values(folder: Path, plan: TrainingPlan, vector: AlphaVector) -> Tensor:
-    """The values that training begins with: those of the run in this folder, if there is one."""
-    path = folder / "sparsify.json"
-    asked = {"goal": plan.goal, "wanted": plan.wanted, "train": plan.train, "steps": plan.steps}
-    asked |= {"learning_rate": plan.learning_rate, "alphas": vector.count}
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["asked"] != asked:
-            raise ValueError(
-                f"{folder} holds another run: it was asked for {found['asked']}, now {asked}. Give another output_dir."
-            )
-        return torch.tensor(found["values"], dtype=torch.float64)
-    values = vector.values()
-    path.write_text(json.dumps({"asked": asked, "values": values.tolist()}), encoding="utf-8")
-    return values
+def searched_before(plan: TrainingPlan, vector: AlphaVector) -> Tensor | None:
+    """Return what the search of an earlier start in this folder found, or None if there was none.
+
+    Raises:
+        ValueError: if the folder holds a run that was asked for something else.
+    """
+    path = None if plan.output_dir is None else Path(plan.output_dir, _RECORD)
+    if path is None or not path.exists():
+        return None
+    found, asked = json.loads(path.read_text(encoding="utf-8")), plan.asked(vector)
+    if found["asked"] != asked:
+        raise ValueError(
+            f"{plan.output_dir} holds another run: it was asked for {found['asked']}, now {asked}. Give another output_dir."
+        )
+    return torch.tensor(found["searched"], dtype=torch.float64)
 
 
 @contextlib.contextmanager

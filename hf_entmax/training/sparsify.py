@@ -24,7 +24,7 @@ from hf_entmax.training.calibration import evaluated_alone
 from hf_entmax.training.density_search import DensitySearch
 from hf_entmax.training.search import Search, Task, mean_density
 from hf_entmax.training.sensitivity import Loss
-from hf_entmax.training.sparse_training import TrainingPlan, train_sparse
+from hf_entmax.training.sparse_training import TrainingPlan, searched_before, train_sparse
 
 Train = Literal["nothing", "alphas", "lora", "weights"]
 #: Every so many batches one is kept for the report alone.
@@ -178,6 +178,7 @@ def sparsify(
     used = [i for i in range(len(batches)) if i not in kept]
     say = progress or (lambda line: None)
     trains = train in ("lora", "weights")
+    plan = TrainingPlan(goal, wanted, train, steps, rate, collator, batch_size, output_dir, trainer_arguments or {})
     ours = not is_patched(model)
     if ours:
         patch_model(model, length_scaling="constant")
@@ -191,15 +192,14 @@ def sparsify(
         with evaluated_alone(model, vector):
             before = report.measure_softmax()
             say(f"with softmax attention: {task.measure_softmax():.4f}")
-            searched = _search(task, vector, goal, wanted, 0 if trains else steps, rate, say)
-            vector.set_(searched.best)
+            known = searched_before(plan, vector)
+            if known is None:
+                known = _search(task, vector, goal, wanted, 0 if trains else steps, rate, say).best
+            vector.set_(known)
         reached = True
         if trains:
             size = 1 if collator is None else batch_size  # a ready batch is its own example
             own = [example for i in used for example in examples[i * size : (i + 1) * size]]
-            plan = TrainingPlan(
-                goal, wanted, train, steps, rate, collator, batch_size, output_dir, trainer_arguments or {}
-            )
             settled = True
             reached = train_sparse(model, task, vector, own, plan, progress)
         with evaluated_alone(model, vector):

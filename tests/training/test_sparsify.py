@@ -131,8 +131,9 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path):
         patch.setattr(tf.Trainer, "__init__", init)
         _quiet(model, batches, output_dir=tmp_path / "cut", **options)
     assert (tmp_path / "cut" / "checkpoint-4").is_dir()
-    again = _sharp("llama")
-    _quiet(again, batches, output_dir=tmp_path / "cut", **options)
+    again, lines = _sharp("llama"), []
+    sparsify(again, batches, output_dir=tmp_path / "cut", progress=lines.append, **options)
+    assert not any("estimated cost" in line for line in lines), "the search is not made again"
     own, other = whole.state_dict(), again.state_dict()
     assert all(torch.equal(own[name], other[name]) for name in own)
     with pytest.raises(ValueError, match="holds another run"):
