@@ -5,9 +5,13 @@ on every part of the configuration that is patched:
 
 - ``"attn_implementation": "hf_entmax"``, a name that Transformers does not know. It is an error, but one that a caller
   switches off with ``attn_implementation="eager"``, and many tools pass that by themselves.
-- a key of ``id2label`` that is no number. Transformers turns these keys into integers for every model and in every
-  version, before anything else is looked at, and no argument of ``from_pretrained`` replaces them. So the configuration
-  cannot be read, and the error quotes the key: ``invalid literal for int() with base 10: 'sparse attention: ...'``.
+- an entry of ``layer_types`` that no version knows. Transformers checks these when it builds a configuration, and no argument
+  of ``from_pretrained`` replaces them before. So the configuration cannot be read, and the error says: ``The `layer_types`
+  entries must be in (...) but got ['sparse attention: pip install hf_entmax, and import hf_entmax before loading']``.
+  Older versions do not check them for every model; those refuse ``problem_type``, which has the same words (tried: 4.57, 5.0,
+  5.4, 5.12, 5.18 and 5.23).
+  A configuration that counts its layers in another way has a key of ``id2label`` that is no number instead (``invalid literal
+  for int() with base 10: 'sparse attention: ...'``): whether the first mark stops it is tried when the file is written.
 
 The second mark exists in the file alone: it is added when the file is written and taken out when it is read, so that no
 configuration in memory has it. Checkpoints saved without it load as before.
@@ -20,17 +24,21 @@ Weights that do not fit, or a file name of our own for them, would also stop a p
 the Trainer's resuming, adapters, quantisers and everything else that reads safetensors.
 
 What the mark costs: without hf_entmax ``AutoConfig`` cannot read the file either, nor ``AutoTokenizer`` where it asks
-for the configuration. The Hub's page still shows the model's type and task; for a classifier it may list one more label.
+for the configuration. The Hub's page still shows the model's type and task.
 What it does not stop: weights loaded with ``config=`` another configuration, which the loader was given on purpose.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
 
 CONFIG_KEY = "entmax_config"
 #: Where `hf_entmax.calibrate_alphas` leaves what it found.
@@ -42,7 +50,7 @@ SETS_KEY = "entmax_sets"
 #: The name under which the attention function is registered. Transformers treats names with "flash", "sdpa", "flex" or
 #: a slash in them specially, so it has none of these.
 IMPLEMENTATION = "hf_entmax"
-#: The key of ``id2label`` in config.json that makes reading it fail where hf_entmax is not imported.
+#: The words in config.json that make reading it fail where hf_entmax is not imported.
 FILE_MARK = "sparse attention: pip install hf_entmax, and import hf_entmax before loading"
 
 
@@ -80,7 +88,7 @@ def install() -> None:
         write(self, json_file_path, use_diff)
         with open(json_file_path, encoding="utf-8") as file:
             record = json.load(file)
-        if _mark(record):
+        if _mark(self, record):
             with open(json_file_path, "w", encoding="utf-8") as file:
                 file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
@@ -96,23 +104,49 @@ def install() -> None:
     PreTrainedConfig._hf_entmax_hooked = True  # type: ignore[attr-defined]
 
 
-def _mark(record: dict[str, Any]) -> bool:
-    """Add `FILE_MARK` to every part of a configuration that is patched, and to what such a part lies in."""
+def _mark(config: PreTrainedConfig, record: dict[str, Any]) -> bool:
+    """Add `FILE_MARK` to every part of a configuration that is patched, and to what such a part lies in.
+
+    Args:
+        config: what the record was written from.
+        record: changed in place.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
     patched = bool(record.get(CONFIG_KEY))
-    for value in record.values():
-        if isinstance(value, dict):
-            patched |= _mark(value)
+    for key, value in record.items():
+        part = getattr(config, key, None)
+        if isinstance(value, dict) and isinstance(part, PreTrainedConfig):
+            patched |= _mark(part, value)
     if patched:
-        record["id2label"] = {**(record.get("id2label") or {}), FILE_MARK: ""}
+        problem = record.get("problem_type")
+        record["problem_type"] = FILE_MARK if problem is None else f"{FILE_MARK} ({problem})"
+        record["layer_types"] = [*(record.get("layer_types") or []), FILE_MARK]
+        if not _stops(type(config), record):
+            record["id2label"] = {**(record.get("id2label") or {}), FILE_MARK: ""}
     return patched
 
 
+def _stops(kind: type[PreTrainedConfig], record: dict[str, Any]) -> bool:
+    """Return whether Transformers refuses to build this configuration, in words that say why."""
+    try:
+        kind.from_dict(copy.deepcopy(record))
+    except Exception as error:  # which one it is differs from version to version
+        return FILE_MARK in str(error)
+    return False
+
+
 def _unmark(record: dict[str, Any]) -> None:
-    labels = record.get("id2label")
-    if isinstance(labels, dict) and FILE_MARK in labels:
-        del labels[FILE_MARK]
-        if not labels:
-            del record["id2label"]
+    """Take out what `_mark` added, and what earlier versions did."""
+    for key in ("layer_types", "id2label"):
+        value = record.get(key)
+        if value and FILE_MARK in value:
+            value.remove(FILE_MARK) if isinstance(value, list) else value.pop(FILE_MARK)
+            if not value:
+                del record[key]
+    problem = record.get("problem_type")
+    if isinstance(problem, str) and problem.startswith(FILE_MARK):
+        record["problem_type"] = problem.removeprefix(FILE_MARK).strip(" ()") or None  # its default
     for value in record.values():
         if isinstance(value, dict):
             _unmark(value)

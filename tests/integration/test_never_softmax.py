@@ -14,6 +14,7 @@ from tolerances import absolute_error, rounding_of_sums
 
 import hf_entmax
 from hf_entmax import EntmaxConfig, alphas, patch_model, unpatch_model
+from hf_entmax.integration.config_hook import FILE_MARK
 from hf_entmax.integration.discovery import attention_sites
 
 CHECKPOINTS = sorted((Path(__file__).parent / "checkpoints").iterdir())
@@ -135,7 +136,8 @@ def test_without_the_plugin_no_argument_loads_a_softmax(tmp_path):
     assert run.returncode == 0, run.stderr
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert len(outcome) == 6 * 9
-    assert {v for v in outcome.values() if not (v.startswith("ValueError") and "import hf_entmax" in v)} == set()
+    assert {v for v in outcome.values() if "Error: " not in v or "import hf_entmax" not in v} == set()
+    assert not any("invalid literal" in v for v in outcome.values())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", {"": "eager"}])
@@ -155,20 +157,55 @@ def test_a_part_that_is_patched_refuses_another_implementation_too(tmp_path):
         tf.EncoderDecoderModel.from_pretrained(tmp_path, attn_implementation="eager")
 
 
-def test_labels_survive_the_mark_in_the_file(tmp_path):
+def test_what_the_mark_in_the_file_uses_comes_back(tmp_path):
     labels = {0: "noun", 1: "verb", 2: "other"}
-    config = tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "id2label": labels})
-    model = patch_model(tf.BertForTokenClassification(config))
+    config = tf.BertConfig(
+        **{**tiny.build("bert").config.to_dict(), "id2label": labels, "problem_type": "multi_label_classification"}
+    )
+    model = patch_model(tf.BertForSequenceClassification(config))
     assert model.config.id2label == labels
     model.save_pretrained(tmp_path)
-    again = tf.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert again.config.id2label == labels and again.num_labels == 3
+    assert again.config.problem_type == "multi_label_classification"
     assert "sparse attention" not in str(again.config) and "sparse attention" not in str(again.config.to_dict())
     unpatch_model(again).save_pretrained(tmp_path / "plain")
     assert "entmax" not in (tmp_path / "plain/config.json").read_text()
-    # Without labels of its own the file gets none for it in memory.
-    patch_model(tiny.build("gpt2")).save_pretrained(tmp_path / "decoder")
-    assert tf.AutoConfig.from_pretrained(tmp_path / "decoder").id2label == tiny.build("gpt2").config.id2label
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_the_mark_is_gone_from_memory(family, tmp_path):
+    before = tiny.build(family).config
+    patch_model(tiny.build(family)).save_pretrained(tmp_path)
+    after = tf.AutoConfig.from_pretrained(tmp_path)
+    for name in ("layer_types", "problem_type", "id2label"):
+        assert getattr(after, name, None) == getattr(before, name, None)
+
+
+class _OtherCount(tf.PreTrainedConfig):
+    """A configuration that says how many layers it has under a name of its own."""
+
+    model_type = "other_count"
+    depth: int = 2
+
+
+def test_a_configuration_whose_layers_are_not_checked_is_refused_too(tmp_path):
+    config = _OtherCount()
+    config.entmax_config = EntmaxConfig().to_dict()
+    config.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ValueError, match="pip install hf_entmax"):
+        _OtherCount.from_dict(record)
+    assert _OtherCount.from_pretrained(tmp_path).id2label == _OtherCount().id2label
+
+
+def test_checkpoints_with_the_mark_of_version_1_load(tmp_path):
+    patch_model(tiny.build("bert")).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["layer_types"], record["problem_type"]
+    record["id2label"] = {FILE_MARK: "", **record.get("id2label", {})}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert hf_entmax.is_patched(tf.AutoModel.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)

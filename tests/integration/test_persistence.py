@@ -109,7 +109,7 @@ def test_without_the_plugin_loading_raises(options, tmp_path):
     _patched("bart", **options).save_pretrained(tmp_path)
     run = fresh.run(_FRESH.format(plugin="", auto="AutoModelForSeq2SeqLM"), tmp_path, "-", "-")
     assert run.returncode != 0
-    assert "ValueError" in run.stderr and "hf_entmax" in run.stderr.splitlines()[-1]
+    assert "pip install hf_entmax" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_new_interpreter_loads_it_only_with_the_plugin(tmp_path):
     code = (
         "import sys, transformers\n"
         "try: transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])\n"
-        "except ValueError as error: print('refused:', 'hf_entmax' in str(error), 'hf_entmax' in sys.modules)\n"
+        "except Exception as error: print('refused:', 'hf_entmax' in str(error), 'hf_entmax' in sys.modules)\n"
         "import hf_entmax\n"
         "print(hf_entmax.is_patched(transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])))"
     )
