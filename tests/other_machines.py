@@ -61,10 +61,13 @@ def place(name: str, environment: dict[str, str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         # Machine code of another processor must not be read, nor left behind.
         environment["NUMBA_CACHE_DIR"] = os.path.join(folder, "numba")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
         if "home" in name:
             home = Path(folder, "home")
             home.mkdir()
             home.chmod(stat.S_IRUSR | stat.S_IXUSR)
+            # Such a folder does not stop an administrator; the files of the kernel do.
+            home = Path("/sys") if os.access(home, os.W_OK) else home
             environment |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
             del environment["NUMBA_CACHE_DIR"]
         if "space" not in name:
