@@ -51,6 +51,24 @@ def test_rows_and_files(monkeypatch, tmp_path):
     assert (tmp_path / "tiny-cpu.png").stat().st_size > 0
 
 
+def test_ctrl_c_leaves_what_was_measured(monkeypatch, tmp_path):
+    real = runner._measure_case
+
+    def measure(case, *rest):
+        if case.name == "padded":
+            raise KeyboardInterrupt
+        return real(case, *rest)
+
+    monkeypatch.setattr(runner, "_measure_case", measure)
+    monkeypatch.setitem(bench.PRESETS, "tiny", (TINY, Case("padded", 3, 2, 16, head_dim=16, padded=True)))
+    lines: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        bench.run("tiny", repeats=3, device="cpu", report=lines.append, out=tmp_path)
+    with (tmp_path / "tiny-cpu.csv").open(encoding="utf-8") as file:
+        assert {row["case"] for row in csv.DictReader(file)} == {"tiny"}
+    assert "1 of 2: tiny" in lines and "interrupted: 1 of 2 cases were measured" in lines
+
+
 @pytest.mark.parametrize("name", [n for n in implementations.IMPLEMENTATIONS if n != "adasplash"])
 @pytest.mark.parametrize("case", [TINY, Case("padded", 3, 4, 20, head_dim=16, padded=True)])
 def test_every_implementation_passes_its_check(name, case):

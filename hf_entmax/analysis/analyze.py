@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.analysis.collecting.collect import collect
+from hf_entmax.analysis.collecting.collect import AnalysisInterrupted, collect
 from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.analysis.reading.alignments import AlignedPair, read_alignments
@@ -126,6 +126,7 @@ def analyze(
     Raises:
         FileNotFoundError: no such file or data set.
         ValueError: an unknown option, no data, attention that cannot be seen.
+        KeyboardInterrupt: Ctrl-C, after a report of what had been measured until then was written (with one process).
     """
     from accelerate import Accelerator
 
@@ -151,18 +152,24 @@ def analyze(
         raise ValueError(
             "there is no text to analyse: pass data (a file or a Hub data set), or a readable treebank or alignment file."
         )
-    statistics = []
-    for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
-        loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
-        run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
-        decodes = accelerator.is_main_process and run.can_decode(decode)
-        statistics.append(run.measure(records, sentences, pairs))
-        run.measure_importance(statistics[-1], records[:importance_sentences], importance)
-        if decodes:
-            run.decode(statistics[-1], records, decode)
-        if num_examples and accelerator.is_main_process:
-            statistics[-1].examples = run.examples(records, num_examples)
-        del loaded, run
+    statistics: list[AttentionStatistics] = []
+    stopped: KeyboardInterrupt | None = None
+    try:
+        for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
+            loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
+            run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
+            decodes = accelerator.is_main_process and run.can_decode(decode)
+            run.measure(statistics, records, sentences, pairs)
+            run.measure_importance(statistics[-1], records[:importance_sentences], importance)
+            if decodes:
+                run.decode(statistics[-1], records, decode)
+            if num_examples and accelerator.is_main_process:
+                statistics[-1].examples = run.examples(records, num_examples)
+            del loaded, run
+    except KeyboardInterrupt as stop:
+        if accelerator.num_processes > 1 or not statistics:
+            raise
+        stopped = stop
     path = None
     if accelerator.is_main_process:
         for other in statistics:
@@ -171,6 +178,9 @@ def analyze(
         path = write_report(statistics, target, title=title, scores=scores, figures=figures)
         for place, other in enumerate(statistics):
             other.save(path.parent / f"statistics-{place}.safetensors")
+    if stopped is not None:
+        report_problem(f"interrupted: {path} shows what had been measured until then.")
+        raise stopped
     accelerator.wait_for_everyone()
     return Analysis(statistics, path, problems)
 
@@ -212,12 +222,22 @@ class _Run:
         return collect(self.model, batches, total=self.total(items), **options)
 
     def measure(
-        self, records: list[TextRecord], sentences: list[DependencySentence], pairs: list[AlignedPair]
-    ) -> AttentionStatistics:
+        self,
+        results: list[AttentionStatistics],
+        records: list[TextRecord],
+        sentences: list[DependencySentence],
+        pairs: list[AlignedPair],
+    ) -> None:
+        """Add the statistics of this model to the results, as soon as there are any."""
         encoder = self.encoder()
         if encoder.encoder_decoder and any(record.target is None for record in records):
             self.sites = ("encoder_self",)
-        statistics = self.collect(encoder.texts(records), records, sites=self.sites)
+        try:
+            statistics = self.collect(encoder.texts(records), records, sites=self.sites)
+        except AnalysisInterrupted as stop:
+            results.append(stop.statistics)
+            raise
+        results.append(statistics)
         for note in statistics.notes:
             self.warn(f"{self.name}: {note}")
         statistics.notes += encoder.remarks()
@@ -231,7 +251,6 @@ class _Run:
             self.warn(f"{self.name}: word alignments need cross-attention, which {kind} does not have.")
         elif pairs:
             self._gold(statistics, "alignment", "alignments", Encoder.alignments, pairs, ("cross",))
-        return statistics
 
     def _gold(self, statistics: AttentionStatistics, group: str, what: str, encode: Any, gold: Any, sites: Any) -> None:
         encoder = self.encoder()

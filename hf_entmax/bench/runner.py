@@ -105,6 +105,7 @@ def run(
     Raises:
         ValueError: if a name is unknown, or an argument is given that no case heeds.
         RuntimeError: if an implementation's output is wrong. Then nothing is timed.
+        KeyboardInterrupt: if it is interrupted, after what had been measured until then was written.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; the options are 'float32', 'bfloat16' and 'float16'.")
@@ -141,17 +142,24 @@ def run(
         )
     torch_dtype = getattr(torch, dtype)
     measured: list[Measurement] = []
-    for case in cases:
-        if isinstance(case, ModelCase):
-            new = _measure_model(case, device, repeats, budget)
-        elif isinstance(case, LossCase):
-            new = _measure_losses(case, device, repeats, budget)
-        else:
-            new = _measure_case(case, device, torch_dtype, repeats, budget, implementations, report)
+    stopped: KeyboardInterrupt | None = None
+    for number, case in enumerate(cases, 1):
+        report(f"{number} of {len(cases)}: {case.name}")
+        try:
+            if isinstance(case, ModelCase):
+                new = _measure_model(case, device, repeats, budget)
+            elif isinstance(case, LossCase):
+                new = _measure_losses(case, device, repeats, budget)
+            else:
+                new = _measure_case(case, device, torch_dtype, repeats, budget, implementations, report)
+        except KeyboardInterrupt as stop:
+            report(f"interrupted: {number - 1} of {len(cases)} cases were measured")
+            stopped = stop
+            break
         for row in new:
             report(_line(row))
         measured += new
-    if out is not None:
+    if out is not None and (measured or stopped is None):
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{preset}-{device}.csv"
@@ -162,6 +170,8 @@ def run(
             report(f"wrote {path.with_suffix('.png')}")
         except ImportError:
             report("no plot: matplotlib is not installed (pip install 'hf_entmax[figures]')")
+    if stopped is not None:
+        raise stopped
     return measured
 
 

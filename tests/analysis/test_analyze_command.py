@@ -104,6 +104,50 @@ def test_everything_at_once(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["in the text", "in the importance", "in the second model"])
+def test_ctrl_c_leaves_a_report_of_what_was_measured(folder, tmp_path, monkeypatch, place):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    analysis = sys.modules["hf_entmax.analysis.analyze"]
+    if place == "in the text":
+        real = analysis.collect
+        monkeypatch.setattr(
+            analysis, "collect", lambda model, batches, **options: real(model, _first_then(batches, stop), **options)
+        )
+    elif place == "in the importance":
+        monkeypatch.setattr(analysis, "head_importance", stop)
+    else:
+        real = analysis._load
+        monkeypatch.setattr(
+            analysis, "_load", lambda entry, *rest: stop() if "softmax" in str(entry) else real(entry, *rest)
+        )
+    problems = []
+    with pytest.raises(KeyboardInterrupt):
+        analyze(
+            folder / "learned",
+            folder / "pairs.tsv",
+            compare=[folder / "softmax"],
+            out=tmp_path,
+            batch_size=2,
+            device="cpu",
+            figures=False,
+            importance="none" if place == "in the second model" else "gradient",
+            progress=False,
+            warn=problems.append,
+        )
+    assert any("interrupted" in problem and "report.html" in problem for problem in problems)
+    (only,) = json.loads((tmp_path / "report.json").read_text())["models"]
+    assert only["num_sentences"] == (2 if place == "in the text" else len(TEXTS))
+    assert any("Interrupted" in note for note in only["notes"]) == (place == "in the text")
+
+
+def _first_then(batches, stop):
+    yield next(iter(batches))
+    stop()
+
+
+@pytest.mark.slow
 def test_models_are_called_as_the_user_says_or_by_what_tells_them_apart(folder, tmp_path):
     arguments = ("--data", folder / "pairs.tsv", "--device", "cpu", "--no-figures", "--importance", "none")
     several = (folder / "learned", "--compare", folder / "softmax", *arguments, "--out", tmp_path / "named")

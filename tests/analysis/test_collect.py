@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from hf_entmax import patch_model
-from hf_entmax.analysis import AnalysisError, AttentionStatistics, collect, metrics
+from hf_entmax.analysis import AnalysisError, AnalysisInterrupted, AttentionStatistics, collect, metrics
 from hf_entmax.analysis.statistics.sentences import SentenceExtremes
+from hf_entmax.integration.discovery import attention_sites
 
 ROOT = Path(__file__).parents[2]
 
@@ -384,6 +385,28 @@ def test_bad_batches_are_named_and_partial_results_kept(model, batch, message):
     skipped = collect(model, [*good, batch()], on_error="skip")
     assert any("batch 1" in note for note in skipped.notes)
     same(skipped, collect(model, good))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=["a fault", "Ctrl-C"])
+def test_a_batch_counts_whole_or_not_at_all(error):
+    """Whatever stops it in the middle of the model: its first layers had been seen."""
+    model = bert()
+    good = list(batches(sentences(8), 4, targets=False))
+    expected, calls = collect(model, good[:1]), []
+
+    def stop_in_the_second_batch(module, inputs):
+        calls.append(module)
+        if len(calls) == 2:
+            raise error
+
+    *_, last = (site.module for site in attention_sites(model))
+    handle = last.register_forward_pre_hook(stop_in_the_second_batch)
+    kind = AnalysisInterrupted if isinstance(error, KeyboardInterrupt) else AnalysisError
+    with handle, pytest.raises(kind) as caught:
+        collect(model, good)
+    same(caught.value.statistics, expected)
+    assert kind is AnalysisError or "first 4 sentences" in str(caught.value.statistics.notes)
+    assert len(calls) == 2
 
 
 def test_bad_options():

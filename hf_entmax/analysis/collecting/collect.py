@@ -42,6 +42,18 @@ class AnalysisError(ValueError):
         self.statistics = statistics
 
 
+class AnalysisInterrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of an analysis; what had been measured until then is in :attr:`statistics`.
+
+    Attributes:
+        statistics: the statistics of all batches before the one that was interrupted.
+    """
+
+    def __init__(self, statistics: AttentionStatistics) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+
 def collect(
     model: Any,
     batches: Iterable[Mapping[str, Any]],
@@ -96,6 +108,7 @@ def collect(
         TypeError: ``batches`` or one of them has a wrong type.
         ValueError: an unknown option, attention that cannot be seen, no data at all.
         AnalysisError: a batch that cannot be used, with ``on_error="raise"``; a ``ValueError`` with ``.statistics``.
+        AnalysisInterrupted: Ctrl-C; a ``KeyboardInterrupt`` with ``.statistics``. With several processes a plain one.
 
     Reference:
         Correia, Niculae, Martins 2019, section 5.
@@ -122,32 +135,41 @@ def collect(
     table, notes = table_or_note(tokenizer)
     bar = f"attention of {name}" if name else "attention"
     collector: _Collector | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     first_index = 0
-    with evaluation_mode(model), torch.no_grad():
-        for number, batch in enumerate(with_progress(batches, progress and rank == 0, total, bar)):
-            size = _batch_size(batch)
-            if collector is None:
-                wanted, relations = _wanted_groups(groups, batch, table), len(UNIVERSAL_RELATIONS)
-                options = SumOptions(wanted, max_distance, relations, alignment_threshold, density_threshold)
-                present = _present_sites(model, sites)
-                collector = _Collector(model, options, present, table, tokenizer, tuple(interrogatives))
-            if number % world == rank:
-                try:
-                    collector.run(batch, first_index)
-                except (ValueError, TypeError, IndexError, RuntimeError) as problem:
-                    if isinstance(problem, torch.OutOfMemoryError):
-                        raise
-                    text = f"batch {number} (sentences {first_index} to {first_index + size - 1}): {problem}"
-                    if on_error == "raise":
-                        error = ValueError(text)
-                        error.__cause__ = problem
-                        break
-                    notes.append(f"Left out {text}")
-            first_index += size
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            for number, batch in enumerate(with_progress(batches, progress and rank == 0, total, bar)):
+                size = _batch_size(batch)
+                if collector is None:
+                    wanted, relations = _wanted_groups(groups, batch, table), len(UNIVERSAL_RELATIONS)
+                    options = SumOptions(wanted, max_distance, relations, alignment_threshold, density_threshold)
+                    present = _present_sites(model, sites)
+                    collector = _Collector(model, options, present, table, tokenizer, tuple(interrogatives))
+                if number % world == rank:
+                    try:
+                        collector.run(batch, first_index)
+                    except (ValueError, TypeError, IndexError, RuntimeError) as problem:
+                        if isinstance(problem, torch.OutOfMemoryError):
+                            raise
+                        text = f"batch {number} (sentences {first_index} to {first_index + size - 1}): {problem}"
+                        if on_error == "raise":
+                            error = ValueError(text)
+                            error.__cause__ = problem
+                            break
+                        notes.append(f"Left out {text}")
+                first_index += size
+    except KeyboardInterrupt as stop:
+        if world > 1 or collector is None or collector.statistics.num_sentences == 0:
+            raise
+        notes.append(f"Interrupted: only the first {collector.statistics.num_sentences:,} sentences were read.")
+        error = stop
     if collector is None:
         raise ValueError("there is no data: the stream of batches is empty.")
     statistics = collector.finish(name or getattr(model, "name_or_path", "") or type(model).__name__, notes)
+    if isinstance(error, KeyboardInterrupt):
+        statistics.info.setdefault("device", describe_device(model))
+        raise AnalysisInterrupted(statistics) from error
     if accelerator is not None:
         error = gather_collection(statistics, accelerator, error)
     if error is not None:
@@ -206,10 +228,17 @@ class _Collector:
             if density is not None and contexts[key].per_sentence:
                 densities.setdefault(module.site, {})[row] = density
 
-        with observe_attention(self.model, observer, sparse=True):
-            self.model(**info.inputs)
-        if not contexts:
-            raise ValueError("the model ran without calling any attention module of the sites asked for.")
+        # A batch counts whole or not at all, in every layer, whatever stops it.
+        before = {site: {name: value.clone() for name, value in sums.sums.items()} for site, sums in self.sums.items()}
+        try:
+            with observe_attention(self.model, observer, sparse=True):
+                self.model(**info.inputs)
+            if not contexts:
+                raise ValueError("the model ran without calling any attention module of the sites asked for.")
+        except BaseException:
+            for site, sums in self.sums.items():
+                sums.sums = before[site]
+            raise
         tokens = self.statistics.num_tokens
         for site, context in {context.site: context for context in contexts.values()}.items():
             tokens[site] = tokens.get(site, 0) + int(context.query_counts.sum())
