@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,18 +217,22 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, run: Run)
     """Beam search with a certificate over the test words, then exact search if it has a budget; several models are averaged."""
     beams, budget = run.settings.beams, run.settings.budget
 
-    def search(batch: dict[str, Any]) -> list[tuple[Any, bool, bool, int]]:
+    def search(batch: dict[str, Any]) -> list[tuple[Any, bool, bool, int, str]]:
         if budget:
             found = exact_map(members, batch, budget, num_beams=beams)
         else:
             found = beam_search(members, batch, num_beams=beams)
-        return [([] if r.best is None else r.best, r.optimal, r.exhaustive, len(r)) for r in found]
+        return [([] if r.best is None else r.best, r.optimal, r.exhaustive, len(r), r.reason) for r in found]
 
     rows = ask(words, tokenizer, run, search)
     answers = tokenizer.batch_decode([row[0] for row in rows], skip_special_tokens=True)
     lines = ((w.language, w.lemma, w.form, ";".join(w.tags), a) for w, a in zip(words, answers, strict=True))
     run.write("answers.tsv", map("\t".join, sorted(lines)))
     each = accuracy_per_language(words, answers)
+    reasons = Counter(row[4] for row in rows if not row[1])
+    run.say(
+        "".join(f"not proved to be the most probable: {n} of {len(rows)}, {why}\n" for why, n in reasons.most_common())
+    )
     return {
         "accuracy": round(statistics.fmean(each.values()), 2),
         "accuracy_per_language": " ".join(f"{language}={value:.1f}" for language, value in each.items()),

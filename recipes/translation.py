@@ -36,7 +36,7 @@ from common.settings import option, parse
 from common.trainer import RecipeTrainer
 from common.training import make_sparse
 from hf_entmax.analysis.reading.tables import read_pairs, read_splits
-from hf_entmax.generation import beam_search
+from hf_entmax.generation import beam_search, certificates_in_words
 
 FIELDS = columns(
     "attention output_alpha mapping_options seed data bleu chrf dev_bleu tests",
@@ -75,6 +75,7 @@ def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: in
         batch = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
         inputs = {name: batch[name].to(run.accelerator.device) for name in ("input_ids", "attention_mask")}
         results += beam_search(model, inputs, num_beams=beams, max_new_tokens=longest)
+    run.say(certificates_in_words(results))
     return {
         "optimal": round(100 * sum(result.optimal for result in results) / len(results), 2),
         "exhaustive": round(100 * sum(result.exhaustive for result in results) / len(results), 2),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         support_size,
     )
     from hf_entmax.generation.processor import EntmaxLogitsProcessor
-    from hf_entmax.generation.results import SearchResult
+    from hf_entmax.generation.results import SearchResult, certificates_in_words
     from hf_entmax.generation.sets import ConformalSets, calibrate_sets, prediction_sets
     from hf_entmax.generation.tree import HypothesisTree, hypothesis_tree
 
@@ -39,7 +39,7 @@ _HOMES = {
         *("sparsemax_score", "support_size"),
     ),
     "processor": ("EntmaxLogitsProcessor",),
-    "results": ("SearchResult",),
+    "results": ("SearchResult", "certificates_in_words"),
     "sets": ("ConformalSets", "calibrate_sets", "prediction_sets"),
     "tree": ("HypothesisTree", "hypothesis_tree"),
 }
@@ -56,6 +56,7 @@ __all__ = [
     "SearchResult",
     "beam_search",
     "calibrate_sets",
+    "certificates_in_words",
     "certified_beam_search",
     "enumerate_hypotheses",
     "epsilon_perplexity",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass
@@ -43,8 +45,46 @@ class SearchResult:
         """The most probable finished hypothesis, None if there is none."""
         return next((s for s, done in zip(self.sequences, self.finished, strict=True) if done), None)
 
+    @property
+    def reason(self) -> str:
+        """Why ``optimal`` is what it is, in words."""
+        best = max((v for v, done in zip(self.log_probabilities, self.finished, strict=True) if done), default=None)
+        open_ = max(
+            (v for v, done in zip(self.log_probabilities, self.finished, strict=True) if not done), default=None
+        )
+        if self.optimal:
+            return "all hypotheses are known" if self.exhaustive else "nothing that was dropped can be more probable"
+        if best is None:
+            return "no hypothesis ended: raise max_new_tokens"
+        if open_ is not None and open_ >= max(best, self.pruned_log_probability):
+            return "a hypothesis that was cut off by max_new_tokens is more probable"
+        if self.pruned_log_probability > best:
+            return "a prefix that was dropped is more probable: more beams, or sparser outputs"
+        return "the two most probable are too close for rounding to decide"
+
     def __len__(self) -> int:
         return len(self.sequences)
+
+
+def certificates_in_words(results: Sequence[SearchResult]) -> str:
+    """Say how many answers are proved to be the most probable, and why the others are not.
+
+    Args:
+        results: of :func:`beam_search`, :func:`exact_map` or :func:`enumerate_hypotheses`, at least one.
+
+    Returns:
+        One sentence, such as ``"12 of 200 answers are proved to be the most probable; 188 are not: a prefix that was dropped is
+        more probable: more beams, or sparser outputs"``.
+
+    Raises:
+        ValueError: if there are no results.
+    """
+    if not results:
+        raise ValueError("there are no results to speak of: give those of a search, one per input.")
+    proved = sum(result.optimal for result in results)
+    reasons = Counter(result.reason for result in results if not result.optimal).most_common()
+    others = "".join(f"; {count} not: {reason}" for reason, count in reasons)
+    return f"{proved} of {len(results)} answers are proved to be the most probable{others}."
 
 
 @dataclasses.dataclass

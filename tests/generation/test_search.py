@@ -2,13 +2,22 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
 import transformers as tf
 
 import hf_entmax
-from hf_entmax.generation import beam_search, certified_beam_search, enumerate_hypotheses, exact_map, force_decode
+from hf_entmax.generation import (
+    SearchResult,
+    beam_search,
+    certificates_in_words,
+    certified_beam_search,
+    enumerate_hypotheses,
+    exact_map,
+    force_decode,
+)
 from hf_entmax.ops import entmax
 
 VOCAB, PAD, BOS, EOS = 6, 0, 1, 2
@@ -407,3 +416,37 @@ def test_an_input_is_given_up_only_when_its_best_hypotheses_can_no_longer_change
     _close_decided([found], live)
     assert live.eq(-math.inf).all() and found.pruned_log_probability == pytest.approx(math.log(0.1))
     assert found.pruned_mass == pytest.approx(0.16)
+
+
+def _found(log_probabilities, finished, pruned=-math.inf, optimal=False):
+    tokens = [[place] for place in range(len(finished))]
+    mass = 0.0 if pruned == -math.inf else math.exp(pruned)
+    exhaustive = optimal and all(finished) and mass == 0.0
+    return SearchResult(tokens, log_probabilities, finished, optimal, exhaustive, mass, pruned, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (_found([-0.1], [True], optimal=True), "all hypotheses are known"),
+        (_found([-0.1], [True], pruned=-3.0, optimal=True), "nothing that was dropped"),
+        (_found([-0.1], [False]), "no hypothesis ended"),
+        (_found([-0.1, -2.0], [False, True], pruned=-3.0), "cut off by max_new_tokens"),
+        (_found([-2.0], [True], pruned=-1.0), "a prefix that was dropped is more probable"),
+        (_found([-1.0], [True], pruned=-1.0 - 1e-12), "too close for rounding"),
+    ],
+)
+def test_a_result_says_why_it_is_proved_or_not(result, reason):
+    assert reason in result.reason
+
+
+def test_a_softmax_output_is_never_proved_and_says_why():
+    """Peaked, cut off and dense outputs of one model: every answer is counted once, with its reason."""
+    model = build("t5", 0)
+    batch, _ = batch_of(model, [3, 4, 5], random.Random(0))
+    results = beam_search(model, batch, num_beams=1, max_new_tokens=6, output_alpha=1.0)
+    said = certificates_in_words(results)
+    assert said.startswith(f"{sum(r.optimal for r in results)} of 3 answers are proved")
+    assert sum(int(n) for n in re.findall(r"; (\d+) not: ", said)) == 3 - sum(r.optimal for r in results) > 0
+    with pytest.raises(ValueError, match="no results"):
+        certificates_in_words([])
