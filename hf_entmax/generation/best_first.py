@@ -144,16 +144,19 @@ class _BestFirst:
 
     def _drop_queue(self) -> None:
         """What is queued when the search ends: hypotheses are listed as far as there is room, prefixes are dropped."""
-        left = [
-            (value, token in self.eos, [*children.prefix, token])
-            for _, _, children, place in self.queue
-            for value, token in zip(children.log_probs[place:], children.tokens[place:], strict=True)
-        ]
-        for value, ended, tokens in sorted(left, key=lambda entry: -entry[0]):
-            if ended and not self._enough():
-                self.found.finished.append((value, tokens))
-            else:
+        ended = []
+        for _, _, children, place in self.queue:
+            values, tokens = children.log_probs[place:], children.tokens[place:]
+            for token in self.eos:
+                if token in tokens:
+                    ended.append((values[tokens.index(token)], [*children.prefix, token]))
+                    values[tokens.index(token)] = -math.inf
+            self.found.prune(max(values), sum(map(math.exp, values)))
+        for value, tokens in sorted(ended, key=lambda entry: -entry[0]):
+            if self._enough():
                 self.found.prune(value, math.exp(value))
+            else:
+                self.found.finished.append((value, tokens))
 
 
 def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> list[Findings]:
