@@ -74,9 +74,15 @@ def test_a_density_is_reached_on_the_batches_that_judge(family, steps):
     assert any("nonzero at" in line for line in lines)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("train", ["lora", "weights"])
-@pytest.mark.parametrize("goal", [{"density": 0.35}, {"max_loss_increase": 0.03}])
+@pytest.mark.parametrize(
+    ("family", "train", "goal"),
+    [  # every two of the three meet
+        ("llama", "lora", {"density": 0.35}),
+        ("llama", "weights", {"max_loss_increase": 0.03}),
+        ("t5", "lora", {"max_loss_increase": 0.03}),
+        ("t5", "weights", {"density": 0.35}),
+    ],
+)
 def test_trained_weights_meet_the_goal_and_the_model_is_a_plain_one(family, train, goal):
     model, batches = _sharp(family), _batches(family)
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
