@@ -43,3 +43,20 @@ def pytest_unconfigure():
 def _same_random_numbers():
     # Without a GPU `torch.manual_seed` only adds a note of the stack for every kind of device: milliseconds for each test.
     (torch.manual_seed if CUDA else torch.default_generator.manual_seed)(0)
+
+
+@pytest.fixture
+def nothing_stays_registered():
+    """Forget the statistics and roles that a test registers; call it to forget them earlier."""
+    from hf_entmax.analysis.metrics import registry
+
+    tables = registry.STATISTICS, registry.ROLES, registry.ROLE_NAMES, registry.ROLE_PHRASES
+    kept = [(table, dict(table)) for table in tables]
+
+    def forget():
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+
+    yield forget
+    forget()

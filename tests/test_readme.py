@@ -54,7 +54,7 @@ def offline_hub(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_python_blocks(offline_hub):
+def test_python_blocks(offline_hub, nothing_stays_registered):
     ids = torch.randint(3, tiny.VOCAB, (8, 6))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     arguments = tf.TrainingArguments(

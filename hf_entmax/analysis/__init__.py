@@ -3,6 +3,7 @@
 from hf_entmax.analysis import metrics, plots
 from hf_entmax.analysis.collecting.collect import AnalysisError, AnalysisInterrupted, collect
 from hf_entmax.analysis.metrics import *  # noqa: F403 - the names of the metrics stand there alone
+from hf_entmax.analysis.metrics.registry import RoleInputs, measure, register_role, register_statistic
 from hf_entmax.analysis.one_head import HeadView, ablated, head
 from hf_entmax.analysis.report import write_report
 from hf_entmax.analysis.statistics.result import AttentionStatistics
@@ -12,10 +13,14 @@ __all__ = [
     "AnalysisInterrupted",
     "AttentionStatistics",
     "HeadView",
+    "RoleInputs",
     "ablated",
     "collect",
     "head",
+    "measure",
     "plots",
+    "register_role",
+    "register_statistic",
     "write_report",
 ]
 __all__ += metrics.__all__

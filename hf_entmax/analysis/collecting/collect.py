@@ -89,8 +89,8 @@ def collect(
             ``dependency_heads`` [B, W], ``dependency_relations`` [B, W] (index into the universal relations),
             ``source_words``, ``target_words`` [B, T], ``sure_links`` and ``possible_links`` bool [B, W_t, W_s].
         tokenizer: makes statistics of words, special tokens and questions possible.
-        groups: subset of "sparsity", "diversity", "position", "roles", "words", "dependency", "alignment"; default: all
-            that the batches allow.
+        groups: subset of "sparsity", "diversity", "position", "roles", "statistics" (`firing`, and what was registered), "words",
+            "dependency", "alignment"; default: all that the batches allow.
         sites: subset of "encoder_self", "cross", "decoder_self"; default: all that the model has.
         accelerator: shards the batches over its processes (every process must get the same stream, not prepared by
             Accelerate) and adds up the sums, so that all return the same statistics.
@@ -320,7 +320,7 @@ def _wanted_groups(groups: Sequence[str] | None, batch: Mapping[str, Any], table
     keys = {"words": "word_ids", "dependency": "dependency_heads", "alignment": "sure_links"}
     given = {group for group, key in keys.items() if batch.get(key) is not None}
     words = {"words"} if table is not None else set()
-    return frozenset({"sparsity", "diversity", "position", "roles", *words, *given})
+    return frozenset({"sparsity", "diversity", "position", "roles", "statistics", *words, *given})
 
 
 def _present_sites(model: Any, sites: Sequence[str] | None) -> frozenset[str]:

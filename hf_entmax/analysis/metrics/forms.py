@@ -41,6 +41,10 @@ class DenseWeights:
         self.values = values
         self.shape = tuple(values.shape)
 
+    def dense(self) -> Tensor:
+        """The weights as one tensor [B, H, T_q, T_k], not to be changed."""
+        return self.values
+
     def entry_sums(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Sums ``function(weights)``, elementwise and 0 at 0, over the entries of each head: float64 [B, H]."""
         values = function(self.values)
@@ -147,6 +151,12 @@ class SparseWeights:
 
     def _add_to_rows(self, values: Tensor) -> Tensor:
         return values.new_zeros(math.prod(self.shape[:3])).scatter_add_(0, self._row, values).view(self.shape[:3])
+
+    def dense(self) -> Tensor:
+        """See :meth:`DenseWeights.dense`: for statistics that are given as functions of a tensor."""
+        flat = self._values.new_zeros(math.prod(self.shape))
+        flat[self._row * self.shape[3] + self._columns] = self._values
+        return flat.view(self.shape)
 
     def entry_sums(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """See :meth:`DenseWeights.entry_sums`."""

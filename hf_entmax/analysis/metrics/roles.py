@@ -90,7 +90,8 @@ def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
         return None
     strongest = max(role.strength for role in roles)
     tied = [role for role in roles if role.strength >= strongest - TIE]
-    return min(tied, key=lambda role: PRECEDENCE.index(role.role))
+    # A role that somebody registered says more than ours.
+    return min(tied, key=lambda role: PRECEDENCE.index(role.role) if role.role in PRECEDENCE else -1)
 
 
 def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:

@@ -175,7 +175,7 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
 
     grids = {site: value.best_roles(min_strength) for site, value in statistics.sites.items()}
     found = dict.fromkeys(role.role for grid in grids.values() for row in grid for role in row if role)
-    order = [name for name in ROLE_NAMES if name in found]
+    order = [name for name in dict.fromkeys((*ROLE_NAMES, *found)) if name in found]
     looks: dict[str | None, dict[str, Any]] = {}
     for place, name in enumerate(order):
         looks[name] = style.look(place, facecolor=style.PALETTE)
@@ -195,7 +195,9 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
         axis.set_xticks(range(len(grid[0])))
         axis.set_yticks(range(len(grid)))
         axis.grid(visible=False)
-    patches = [Patch(**look, label=ROLE_NAMES[name] if name else "no single role") for name, look in looks.items()]
+    patches = [
+        Patch(**look, label=ROLE_NAMES.get(name, name) if name else "no single role") for name, look in looks.items()
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4))
     return figure
 

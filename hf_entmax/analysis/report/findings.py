@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_entmax.analysis.metrics.registry import STATISTICS
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_PHRASES, ROLE_PHRASES, HeadRole
 from hf_entmax.analysis.plots.style import site_title
 from hf_entmax.analysis.statistics.result import AttentionStatistics
@@ -55,6 +56,7 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
         findings.append(Finding("length scaling", scaling))
     findings += [*_positions(statistics), *_roles(statistics)]
     findings += [say(statistics) for say in (_dependency, _alignment, _diversity, _importance, _ambiguity, _decoding)]
+    findings += [_resting(statistics), *_registered(statistics)]
     return [finding for finding in findings if finding is not None]
 
 
@@ -168,7 +170,8 @@ def _roles(statistics: AttentionStatistics) -> list[Finding]:
         if role in ("previous", "current", "next") and not cross:
             continue  # the census says more about these
         members.sort(key=lambda entry: -entry[0].score)
-        phrase = CROSS_ROLE_PHRASES.get(role, ROLE_PHRASES[role]) if cross else ROLE_PHRASES[role]
+        own = ROLE_PHRASES.get(role, role)
+        phrase = CROSS_ROLE_PHRASES.get(role, own) if cross else own
         best, where = members[0]
         subject = f"{len(members)} {'cross-attention ' if cross else ''}head{'s are' if len(members) > 1 else ' is'}"
         text = f"{subject} best explained by looking at {phrase}; {head_name(*where)} gives it {percent(best.score)} of its weight"
@@ -177,6 +180,36 @@ def _roles(statistics: AttentionStatistics) -> list[Finding]:
     without = sum(role is None for _, role in named)
     if named and any("role_mass" in site.sums for site in statistics.sites.values()):
         findings.append(Finding("role", f"{without} of {len(named)} heads have no single role."))
+    return findings
+
+
+def _resting(statistics: AttentionStatistics) -> Finding | None:
+    """Heads that put no weight beside the first token and the query itself, at half of the queries or more."""
+    flat = _flat({name: site.statistic("firing") for name, site in statistics.sites.items()})
+    resting = sorted((share, name) for share, name in flat if share <= 0.5)
+    if not resting:
+        return None
+    shares = torch.tensor([share for share, _ in resting])
+    text = f"{len(resting)} of {len(flat)} self-attention heads rest at half of the queries or more: they give the first token and "
+    text += f"the query itself all their weight. They fire at {percent(float(shares.quantile(0.5)))} of the queries (median); "
+    text += f"{head_name(*resting[0][1])} at {percent(resting[0][0])}."
+    return Finding("resting", text, tuple(name for _, name in resting))
+
+
+def _registered(statistics: AttentionStatistics) -> list[Finding]:
+    names = dict.fromkeys(name for site in statistics.sites.values() for name in site.statistics if name != "firing")
+    findings = []
+    for name in names:
+        flat = _flat({key: site.statistic(name) for key, site in statistics.sites.items()})
+        if flat:
+            label, (low, least), (high, most) = (
+                STATISTICS[name].label if name in STATISTICS else name,
+                min(flat),
+                max(flat),
+            )
+            mean = sum(value for value, _ in flat) / len(flat)
+            text = f"{mean:.3g} on average over {len(flat)} heads, from {low:.3g} ({head_name(*least)}) to {high:.3g} "
+            findings.append(Finding(label, text + f"({head_name(*most)}).", (most, least)))
     return findings
 
 

@@ -109,7 +109,7 @@ def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
         if max(example.weights.shape[2:]) <= 60:
             tokens = (example.queries, example.keys)
             labels = [[("-" if token.continues else "") + token.text for token in side] for side in tokens]
-            title = f"{head_name(site, layer, head)}: {ROLE_NAMES[role]}"
+            title = f"{head_name(site, layer, head)}: {ROLE_NAMES.get(role, role)}"
             maps.append((title, example.weights[layer, head], *labels))
     return maps
 

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_entmax.analysis.collecting.examples import Example, Token
+from hf_entmax.analysis.metrics.registry import STATISTICS
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES, HeadRole
 from hf_entmax.analysis.plots.style import SITE_COLOURS, SITE_NAMES
 from hf_entmax.analysis.report.findings import Finding, compare, head_name, summarize
@@ -28,6 +29,7 @@ def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> 
     return {
         "sites": {name: {"name": SITE_NAMES[name], "colour": SITE_COLOURS[name]} for name in SITE_NAMES},
         "roles": ROLE_NAMES,
+        "statistics": {name: STATISTICS[name].label if name in STATISTICS else name for name in _statistics(models)},
         "crossRoles": CROSS_ROLE_NAMES,
         "models": [_model(model, share) for model in models],
         "comparison": [_finding(f) for other in models[1:] for f in compare(models[0], other)],
@@ -60,6 +62,10 @@ def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
         "baselines": {site: found for site, found in baselines.items() if not math.isnan(found[1])},
         "examples": pack_examples(model.examples, example_bytes),
     }
+
+
+def _statistics(models: Sequence[AttentionStatistics]) -> list[str]:
+    return list(dict.fromkeys(name for model in models for site in model.sites.values() for name in site.statistics))
 
 
 def _finding(finding: Finding) -> dict[str, Any]:

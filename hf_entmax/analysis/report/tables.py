@@ -51,6 +51,7 @@ def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatisti
     columns = {"alpha": statistics.alphas[name]} if name in statistics.alphas else {}
     plain = ("density", "mean_support", "entropy", "max_weight", "sentence_density_std", "mean_distance")
     columns |= {what: getattr(site, what)() for what in plain}
+    columns |= {what: site.statistic(what) for what in site.statistics}
     for offset, word in ((-1, "previous"), (0, "current"), (1, "next")):
         columns[f"confidence_{word}"] = site.positional_confidence(offset)
         if name != "cross":

@@ -12,6 +12,7 @@ from hf_entmax.analysis.metrics.diversity import divergence_sums
 from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs
 from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
 from hf_entmax.analysis.metrics.position import argmax_counts, fold_distances
+from hf_entmax.analysis.metrics.registry import STATISTICS, query_sums
 from hf_entmax.analysis.metrics.sparsity import entropy_sums, support_counts
 from hf_entmax.analysis.metrics.words import mean_between_words, merging_sums
 from hf_entmax.analysis.statistics.context import (
@@ -23,7 +24,7 @@ from hf_entmax.analysis.statistics.context import (
 )
 from hf_entmax.ops.sparse_rows import SparseRows
 
-GROUPS = ("sparsity", "diversity", "position", "roles", "words", "dependency", "alignment")
+GROUPS = ("sparsity", "diversity", "position", "roles", "statistics", "words", "dependency", "alignment")
 OFFSETS = (-1, 0, 1)
 CONFIDENCE_BINS = 200
 DIRECTIONS = ("to_head", "to_dependent")
@@ -94,6 +95,13 @@ class SiteSums:
             self._position(row, weights, context)
         if "roles" in groups and context.roles is not None:
             self._roles("role", row, weights, context.roles)
+            for name, targets in context.registered_roles.items():
+                self._roles(f"role:{name}", row, weights, targets)
+        for name, spec in STATISTICS.items() if "statistics" in groups else ():
+            if self.site in spec.sites:
+                sums, queries = query_sums(spec, weights, context.pairs)
+                self._add(f"statistic:{name}", row, sums)
+                self._add(f"statistic:{name}:queries", row, queries)
         if "words" in groups and context.words is not None:
             several, num_several, single, num_single = merging_sums(weights, context.words)
             self._add("merging_several", row, several.sum(0))

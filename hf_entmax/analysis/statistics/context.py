@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hf_entmax.analysis.metrics.forms import HeadWeights, word_indicator
+from hf_entmax.analysis.metrics.registry import ROLES, RoleInputs, role_targets
 from hf_entmax.analysis.metrics.roles import (
     ALIGNMENT_ROLES,
     DEPENDENCY_ROLES,
@@ -75,6 +76,7 @@ class SiteContext:
         aligned: whether ``shift`` is zero throughout.
         per_sentence: rows of the batch are sentences (False for windows of an image).
         roles: the text roles.
+        registered_roles: those that users registered, by name.
         words: long [B, T] or None.
         dependency: ``(word ids, heads, relations)`` or None, with their roles in ``dependency_roles``.
         alignment: ``(query words per step, key words, sure, possible)`` or None, roles in ``alignment_roles``.
@@ -88,6 +90,7 @@ class SiteContext:
     aligned: bool
     per_sentence: bool
     roles: RoleTargets | None = None
+    registered_roles: dict[str, RoleTargets] = field(default_factory=dict)
     words: Tensor | None = None
     dependency: DependencyGold | None = None
     dependency_roles: RoleTargets | None = None
@@ -134,6 +137,11 @@ def build_context(
         context.words = _words(site, own_ids, query_mask, info, table)
     if "roles" in groups:
         context.roles = _text_roles(context, info, own_ids, key_mask, first_key, table, interrogatives)
+        key_ids = info.input_ids if site == "cross" else own_ids
+        found = {name: role_targets(name, RoleInputs(site, pairs, own_ids, key_ids, context.words)) for name in ROLES}
+        context.registered_roles = {
+            name: RoleTargets.build((name,), [targets], pairs) for name, targets in found.items() if targets is not None
+        }
     if "dependency" in groups and site != "cross" and own_ids is not None:
         _add_dependency(context, info)
     if "alignment" in groups and site == "cross":

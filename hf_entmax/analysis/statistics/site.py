@@ -116,6 +116,16 @@ class SiteStatistics:
         variance = self._per_head("sentence_density_sq", "sentences") - self.sentence_density_mean().square()
         return variance.clamp(min=0.0).sqrt()
 
+    @property
+    def statistics(self) -> list[str]:
+        """Names of the statistics that were measured by :meth:`statistic`."""
+        names = [key.removeprefix("statistic:") for key in self.sums if key.startswith("statistic:")]
+        return [name for name in names if not name.endswith(":queries")]
+
+    def statistic(self, name: str) -> Tensor:
+        """Mean over queries of ``"firing"`` or of what was registered, see :func:`hf_entmax.analysis.register_statistic`."""
+        return self._per_head(f"statistic:{name}", f"statistic:{name}:queries")
+
     def head_diversity(self, normalize: bool = True) -> Tensor:
         """Jensen-Shannon divergence between the heads of each layer, [layers]; see :func:`hf_entmax.analysis.head_diversity`."""
         if "divergence" not in self.sums:
@@ -244,6 +254,11 @@ class SiteStatistics:
             for place, name in enumerate(names[: mass.shape[-1]]):  # older files know fewer roles
                 score = self._mask(mass[..., place] / queries[:, None, place])
                 result[name] = (score, chance[:, place] / queries[:, place], queries[:, place])
+        for prefix in [
+            key.removesuffix("_mass") for key in self.sums if key.startswith("role:") and key.endswith("_mass")
+        ]:
+            mass, queries, chance = (self.sums[f"{prefix}_{part}"][..., 0] for part in ("mass", "queries", "chance"))
+            result[prefix.removeprefix("role:")] = (self._mask(mass / queries[:, None]), chance / queries, queries)
         return result
 
     def ranked_roles(self, layer: int, head: int) -> list[HeadRole]:

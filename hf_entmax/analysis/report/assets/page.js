@@ -13,12 +13,14 @@
     copy: ["C", "#a3356b"], diagonal: ["/", "#2f7d8c"], monotone: ["M", "#1a6b4f"],
     dependency_head: ["H", "#c25100"], dependent: ["D", "#e07b39"], aligned_output: ["A", "#4b3ca8"], aligned_input: ["B", "#7568cf"],
   };
+  for (const role of Object.keys(data.roles)) roleLook[role] ||= [data.roles[role][0].toUpperCase(), "#3d4f6b"];
   const hasRoles = (model, site) => model.ranked[site].some((layer) => layer.some((roles) => roles.length));
   const rolesMeasured = data.models.some((model) => Object.keys(model.ranked).some((site) => hasRoles(model, site)));
   const metrics = [
     ["role", "Role", null], ["density", "Density", percent], ["alpha", "α", (v) => fixed(v, 2)], ["max_weight", "Largest weight", percent],
     ["entropy", "Entropy", (v) => fixed(v, 2) + " nats"], ["dependency_accuracy", "Syntax", percent], ["aer_argmax_output", "AER", percent],
     ["importance_masking", "Loss without it", (v) => fixed(v, 4) + " nats"], ["importance_gradient", "Gradient", (v) => fixed(v, 4) + " nats"],
+    ...Object.entries(data.statistics).map(([name, label]) => [name, label, name === "firing" ? percent : (v) => fixed(v, 3)]),
   ].filter(([key]) => (key === "role" && rolesMeasured) || data.models.some((model) => model.heads.some((head) => head[key] !== null && head[key] !== undefined)));
   const range = {};
   for (const [key] of metrics.filter(([key]) => key !== "role")) {

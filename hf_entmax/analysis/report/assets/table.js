@@ -30,7 +30,8 @@ const columnsOfHeads = [
 const buildHeadTable = (data, choose, roleName) => {
   const several = data.models.length > 1;
   const rows = data.models.flatMap((model, m) => model.heads.map((head) => ({ ...head, m, model: model.name })));
-  const columns = columnsOfHeads.filter(([key]) => key === "head" || rows.some((row) => row[key] !== null && row[key] !== undefined));
+  const registered = Object.entries(data.statistics).map(([name, label]) => [name, label, name === "firing" ? percent : (v) => fixed(v, 3)]);
+  const columns = [...columnsOfHeads, ...registered].filter(([key]) => key === "head" || rows.some((row) => row[key] !== null && row[key] !== undefined));
   const table = document.getElementById("headtable");
   const siteOrder = Object.keys(data.sites);
   const nameOf = (row) => `${shortSite[row.site] || row.site} ${row.layer}.${row.head}`;
