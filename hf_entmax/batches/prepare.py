@@ -64,7 +64,7 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     It is what a data collator returns: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
 
     Raises:
-        TypeError: the batch is no mapping.
+        TypeError: the batch is no mapping, or its inputs, mask or labels are no tensors.
         ValueError: it holds nothing the model can read, an encoder-decoder model gets neither labels nor
             ``decoder_input_ids``, an id lies outside the model's vocabulary, a sequence is longer than the model allows.
     """
@@ -75,6 +75,12 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
         raise ValueError(
             f"a batch needs one of {', '.join(_MAIN_INPUTS)}; this one has {', '.join(map(str, batch)) or 'nothing'}."
         )
+    for name in (main, "attention_mask", "labels"):
+        if not isinstance(batch.get(name), Tensor | None):
+            raise TypeError(
+                f"{name} of a batch must be a tensor, got {type(batch[name]).__name__}: a tokenizer returns tensors with "
+                "return_tensors='pt', and so does a data collator."
+            )
     device = next(model.parameters()).device
     tensors = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     info = BatchInfo(inputs={}, size=int(tensors[main].shape[0]))

@@ -156,12 +156,10 @@ def _complete_card(trainer: Any) -> None:
     from hf_entmax.integration.card import add_to_card, card_section
     from hf_entmax.integration.patching import stored_configs
 
-    if (
-        len(stored_configs(getattr(base, "config", None))) != 1
-    ):  # parts that are patched differently have cards of their own
-        return
-
-    add_to_card(path, card_section(base, trainer.hub_model_id or trainer.args.output_dir, adapter=adapter))
+    if len(stored_configs(getattr(base, "config", None))) != 1:
+        return  # parts that are patched differently have cards of their own
+    # A path of this machine means nothing to those who read the card.
+    add_to_card(path, card_section(base, trainer.hub_model_id or "PATH_OR_HUB_ID", adapter=adapter))
 
 
 def _refuse_other_losses(trainer: Any) -> None:

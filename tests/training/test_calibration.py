@@ -432,6 +432,13 @@ def test_it_works_under_no_grad_and_says_what_it_cannot_use():
     for data in ("abc", ["abc"], [3]):
         with pytest.raises(TypeError, match="must be a dict of tensors"):
             calibrate_alphas(model, data, progress=None)
+    ids = batches[0]["input_ids"]
+    for batch, name in (
+        ({"input_ids": "abc"}, "input_ids of a batch must be a tensor, got str"),
+        ({"input_ids": ids, "labels": ids.tolist()}, "labels of a batch must be a tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=name):
+            calibrate_alphas(model, [batch], progress=None)
     with pytest.raises(ValueError, match="learning_rate='fast'"):
         calibrate_alphas(model, batches, learning_rate="fast")
     assert torch.equal(alphas(model)["decoder_self"], start)
