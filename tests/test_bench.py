@@ -78,7 +78,7 @@ def test_every_implementation_passes_its_check(name, case):
     if reason is not None:
         assert name == "ours_triton" or "not installed" in reason
         pytest.skip(reason)
-    runner._checked(name, implementations.make_problem(case, "cpu", torch.float32), torch.float32)
+    implementations.checked(name, implementations.make_problem(case, "cpu", torch.float32))
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
@@ -120,6 +120,17 @@ def test_interleaving():
     order: list[str] = []
     times = timing.interleaved_times({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 5, "cpu", 60)
     assert order == ["a", "b"] * 6 and all(len(t) == 5 for t in times.values())
+    order.clear()
+    ticks = iter(range(100))
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = timing.interleaved_times(calls, 4, warm=3, turn=2, clock=lambda: float(next(ticks)))
+    assert order == ["a", "a", "b", "b"] * 3 + ["a", "b"] and times == {"a": [1e3] * 4, "b": [1e3] * 4}
+
+
+def test_spreads_and_ratios():
+    assert timing.spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, pytest.approx(1.8), pytest.approx(4.2), 5)
+    assert timing.spread([1.0, 2.0, 3.0], 0.25) == (2.0, 1.5, 2.5, 3)
+    assert timing.ratios([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]).median == 3.0
 
 
 def test_whole_model(monkeypatch):

@@ -16,10 +16,13 @@ from hf_entmax.bench.cases import Case, ModelCase
 from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
 from hf_entmax.ops.backends import Backend, available_backends
 
+#: Largest allowed difference from the float64 output, relative to the largest entry, before anything is timed.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
 
 @dataclass
 class Problem:
-    """The tensors of one case."""
+    """The tensors of one case: drawn by `make_problem`, or one's own."""
 
     query: Tensor
     key: Tensor
@@ -172,8 +175,41 @@ def unavailable(name: str, device: str) -> str | None:
     return None
 
 
-def reference_output(problem: Problem, kind: str) -> Tensor:
-    """The output in float64 on the torch path, for the check before timing."""
+def checked(name: str, problem: Problem) -> Callable[[], Tensor]:
+    """Return the implementation for a problem, after its output was compared with float64.
+
+    Raises:
+        RuntimeError: if the output is wrong.
+    """
+    make, kind = IMPLEMENTATIONS[name]
+    function = make(problem)
+    with torch.no_grad():
+        out, exact = function().double(), _reference(problem, kind)
+    error = ((out - exact).abs().max() / exact.abs().max()).item()
+    if not error <= _TOLERANCE[problem.query.dtype]:
+        raise RuntimeError(f"{name} is wrong in case {problem.case.name!r}: it is off by {error:.1e} (relative).")
+    return function
+
+
+def forward(function: Callable[[], Tensor], problem: Problem) -> Callable[[], object]:
+    """Return a call of the forward pass alone."""
+    return torch.no_grad()(function)
+
+
+def backward(function: Callable[[], Tensor], problem: Problem) -> Callable[[], object]:
+    """Return a call of the forward and the backward pass, with gradients of everything that the problem learns."""
+    with torch.no_grad():
+        cotangent = torch.randn_like(function())
+
+    def call() -> None:
+        for tensor in problem.tensors():
+            tensor.grad = None
+        function().backward(cotangent)
+
+    return call
+
+
+def _reference(problem: Problem, kind: str) -> Tensor:
     query, key, value = (t.detach().double() for t in (problem.query, problem.key, problem.value))
     alpha = {"softmax": 1.0, "entmax15": 1.5}.get(kind, problem.alpha.detach().double())
     return entmax_attention(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,18 +14,18 @@ from hf_entmax.bench.cases import PRESETS, AnyCase, Case, LossCase, ModelCase, l
 from hf_entmax.bench.implementations import (
     IMPLEMENTATIONS,
     Problem,
+    backward,
+    checked,
     exact_counts,
+    forward,
     make_problem,
-    reference_output,
     training_steps,
     unavailable,
 )
 from hf_entmax.bench.losses import loss_steps
-from hf_entmax.bench.timing import interleaved_times, peak_memory, quantile
+from hf_entmax.bench.timing import interleaved_times, machine, peak_memory, quantile, spread
 from hf_entmax.ops import entmax_attention
 
-#: Largest allowed difference from the float64 output, relative to the largest entry, before anything is timed.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 #: Alphas of a grid of one's own, and rows of its losses.
 _ALPHA, _ROWS = (1.3, 2.0), 2048
 
@@ -224,7 +222,7 @@ def _measure_case(
         if (reason := unavailable(name, device)) is not None:
             report(f"{case.name}: {name} left out: {reason}")
         else:
-            functions[name] = _checked(name, problem, dtype)
+            functions[name] = checked(name, problem)
     density = _density(problem)
     if case.bits:
         counts = exact_counts(problem)()[1]
@@ -235,10 +233,10 @@ def _measure_case(
     rows = []
     for mode in case.modes:
         if mode == "memory":
-            calls = {name: _backward(function, problem) for name, function in functions.items()}
+            calls = {name: backward(function, problem) for name, function in functions.items()}
             values = {name: [peak_memory(call, device)] for name, call in calls.items()}
         else:
-            make = _backward if mode == "forward+backward" else _forward
+            make = backward if mode == "forward+backward" else forward
             calls = {name: make(function, problem) for name, function in functions.items()}
             values = interleaved_times(calls, repeats, device, budget)
         targets = {name: limit for name, wanted, limit in case.targets if wanted == mode}
@@ -251,34 +249,6 @@ def _measure_case(
             told = (ratio, targets.get(name), shown)
             rows.append(_row((case.name, name, mode), measured, unit, told, device, str(dtype)))
     return rows
-
-
-def _checked(name: str, problem: Problem, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """The implementation, after its output was compared with float64."""
-    make, kind = IMPLEMENTATIONS[name]
-    function = make(problem)
-    with torch.no_grad():
-        out, exact = function().double(), reference_output(problem, kind)
-    error = ((out - exact).abs().max() / exact.abs().max()).item()
-    if not error <= _TOLERANCE[dtype]:
-        raise RuntimeError(f"{name} is wrong in case {problem.case.name!r}: it is off by {error:.1e} (relative).")
-    return function
-
-
-def _forward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:
-    return torch.no_grad()(function)
-
-
-def _backward(function: Callable[[], torch.Tensor], problem: Problem) -> Callable[[], object]:
-    with torch.no_grad():
-        cotangent = torch.randn_like(function())
-
-    def call() -> None:
-        for tensor in problem.tensors():
-            tensor.grad = None
-        function().backward(cotangent)
-
-    return call
 
 
 @torch.no_grad()
@@ -327,34 +297,14 @@ def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) ->
     return rows
 
 
-def package_version(package: str) -> str:
-    """Empty where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def device_name(device: str) -> str:
-    """What a device is called, for the rows of measurements."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def _row(
     what: tuple[str, str, str], values: list[float], unit: str, told: Sequence[float | None], device: str, dtype: str
 ) -> Measurement:
     """A row of case, implementation and mode; ``told`` are ratio, target and density."""
-    middle, low, high = (quantile(values, share) for share in (0.5, 0.2, 0.8))
-    versions = {package: package_version(package) for package in ("torch", "numba", "triton")}
-    versions |= {"dtype": dtype.removeprefix("torch."), "python": platform.python_version()}
-    machine = {"device": device_name(device), "threads": torch.get_num_threads(), **versions}
-    return Measurement(*what, middle, low, high, unit, *told, repeats=len(values), **machine)
+    middle, low, high, repeats = spread(values)
+    ratio, target, density = told
+    rest = machine(device) | {"repeats": repeats, "dtype": dtype.removeprefix("torch.")}
+    return Measurement(*what, middle, low, high, unit, ratio, target, density, **rest)
 
 
 def _line(row: Measurement) -> str:

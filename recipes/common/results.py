@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 import hf_entmax
-from hf_entmax.bench.runner import device_name
+from hf_entmax.bench.timing import device_name
 
 #: The last columns of every table of runs.
 END = "steps best_step train_seconds tokens_per_second processes command hardware versions"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_entmax.bench.runner import package_version
+from hf_entmax.bench.timing import package_version
 
 from .rows import Rows
 from .setting import Setting, figures, too_old

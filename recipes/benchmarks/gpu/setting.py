@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.bench.runner import package_version
-from hf_entmax.bench.timing import interleaved_times, quantile
+from hf_entmax.bench.timing import interleaved_times, package_version, spread
 
 ROOT = Path(__file__).parents[3]
 #: Processes that compile at the same time: about as many as the machine has cores.
@@ -53,11 +52,8 @@ class Setting:
 
 def figures(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
     """Median and spread in milliseconds, by name."""
-    found = {}
-    for name, values in times.items():
-        median, q20, q80 = (round(quantile(values, share), 5) for share in (0.5, 0.2, 0.8))
-        found[name] = {"median": median, "q20": q20, "q80": q80, "repeats": len(values)}
-    return found
+    names = ("median", "q20", "q80", "repeats")
+    return {name: dict(zip(names, (round(x, 5) for x in spread(own)), strict=True)) for name, own in times.items()}
 
 
 def together(module: str, calls: Iterable[Sequence[object]]) -> None:
