@@ -2,6 +2,7 @@
 
 from hf_entmax.training.calibration import Calibration, calibrate_alphas
 from hf_entmax.training.callbacks import AlphaLoggingCallback, AlphaScheduleCallback
+from hf_entmax.training.conversion import ConversionCallback
 from hf_entmax.training.density import DensityTarget, LossBudget, attention_density, soft_density
 from hf_entmax.training.distillation import (
     attention_distillation,
@@ -20,6 +21,7 @@ __all__ = [
     "AlphaSchedule",
     "AlphaScheduleCallback",
     "Calibration",
+    "ConversionCallback",
     "DensityTarget",
     "LossBudget",
     "LossBudgetCallback",
