@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
-from common.processes import say_processes
+from common.folder import say_processes
 from hf_entmax.analysis import collect, plots, write_report
 from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.collecting.importance import head_importance

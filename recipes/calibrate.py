@@ -28,8 +28,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from common.batches import evenly
 from common.blocks import collate, cut, encode
 from common.finish import table_of
+from common.folder import say_processes
 from common.heads import head_statistics
-from common.processes import say_processes
 from common.results import Results, columns, origin
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention

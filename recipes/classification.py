@@ -168,7 +168,7 @@ def logits_of(model: Any, examples: list[dict[str, Any]], collator: Any, run: Ru
         batch.pop("labels")
         return list(plain(**batch).logits.float().cpu())
 
-    return torch.stack(answers_of(examples, answer, lambda example: len(example["input_ids"]), run, 256))
+    return torch.stack(answers_of(examples, answer, lambda example: len(example["input_ids"]), 256))
 
 
 def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:

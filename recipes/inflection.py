@@ -34,10 +34,10 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokeniz
 from transformers import DataCollatorForSeq2Seq as Collator
 
 from common.batches import Batches, answers_of, collated
-from common.finish import check_finish, finish, name_of
+from common.finish import check_finish, finish
 from common.from_scratch import ShapeSettings, build_seq2seq, seq2seq_tokenizer
 from common.heads import head_statistics, output_support
-from common.results import END, columns
+from common.results import END, columns, name_of
 from common.run import Run, check_model
 from common.sets import check_sets, measure_answers, measure_labels, report
 from common.settings import option, parse
@@ -192,7 +192,7 @@ def ask(words: list[Word], tokenizer: Any, run: Run, answer: Callable[[dict[str,
         sources = [word.source for word in part]
         return answer(dict(tokenizer(sources, padding=True, return_tensors="pt").to(run.accelerator.device)))
 
-    return answers_of(words, answers, lambda word: len(word.lemma) + len(word.tags), run, 200)
+    return answers_of(words, answers, lambda word: len(word.lemma) + len(word.tags), 200)
 
 
 def greedy_accuracy(model: Any, words: list[Word], tokenizer: Any, run: Run) -> dict[str, float]:

@@ -28,10 +28,10 @@ import torch
 import yaml
 from torch import Tensor
 
+from common.folder import say_processes
 from common.multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
 from common.multilabel_scores import MultilabelResults, f1, score
 from common.multilabel_text import TextConfig, run_text
-from common.processes import say_processes
 from common.settings import option
 from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
 

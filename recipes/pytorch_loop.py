@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-from common.processes import say_processes
+from common.folder import say_processes
 from hf_entmax import EntmaxConfig, alphas, patch_model
 from hf_entmax.losses import entmax_loss
 from hf_entmax.training import alpha_parameter_groups

@@ -27,11 +27,11 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from common.batches import Batches, collated
-from common.finish import check_finish, finish, name_of
+from common.finish import check_finish, finish
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics
 from common.pretrained import check_length
-from common.results import END, columns
+from common.results import END, columns, name_of
 from common.run import Run
 from common.seq2seq import generate
 from common.settings import option, parse

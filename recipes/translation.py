@@ -21,20 +21,19 @@ import dataclasses
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from common.batches import collated
-from common.finish import check_finish, finish, name_of, names_of_sets
+from common.folder import open_folder, write_lines
 from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
 from common.heads import head_statistics, output_support
 from common.pretrained import check_length
-from common.results import END, columns
-from common.run import Run
-from common.seq2seq import Pairs, bleu_and_chrf, cut_pairs, decode, encode_pairs
-from common.settings import option, parse
-from common.trainer import RecipeTrainer
-from common.training import make_sparse
+from common.results import END, columns, finish, name_of
+from common.seq2seq import Pairs, bleu_and_chrf, cut_pairs, decode, encode_pairs, names_of_sets
+from common.settings import make_sparse, option, parse
+from common.trainer import RecipeTrainer, training_arguments
 from hf_entmax.analysis.reading.tables import read_pairs, read_splits
 from hf_entmax.generation import beam_search, certificates_in_words
 
@@ -67,15 +66,15 @@ class Settings(Seq2SeqSettings):
         self.require_at_least(beams=1, max_tokens=4, dev_sentences=0, certificates=0)
 
 
-def certificates(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> dict[str, float]:
+def certificates(model: Any, pairs: Pairs, tokenizer: Any, longest: int, beams: int) -> dict[str, float]:
     """How often the search can prove that its translation is the most probable one. On every process alike."""
     results = []
     for start in range(0, len(pairs), 32):
         texts = [source for source, _ in pairs[start : start + 32]]
         batch = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        inputs = {name: batch[name].to(run.accelerator.device) for name in ("input_ids", "attention_mask")}
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
         results += beam_search(model, inputs, num_beams=beams, max_new_tokens=longest)
-    run.say(certificates_in_words(results))
+    PartialState().print(certificates_in_words(results))
     return {
         "optimal": round(100 * sum(result.optimal for result in results) / len(results), 2),
         "exhaustive": round(100 * sum(result.exhaustive for result in results) / len(results), 2),
@@ -92,8 +91,7 @@ def main(settings: Settings) -> None:
     if settings.smoke:
         train, dev, tests = train[:200], dev[:8], {name: pairs[:8] for name, pairs in tests.items()}
     shown = dev[: settings.dev_sentences or None]
-    check_finish(settings, FIELDS)
-    run = Run(settings, "translation")
+    folder = open_folder(settings, "translation", FIELDS)
     set_seed(settings.seed)
     if settings.model:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
@@ -110,7 +108,7 @@ def main(settings: Settings) -> None:
     for split, kept in (("training", examples), ("dev", shown_examples)):
         if not kept:
             raise ValueError(f"max_tokens={settings.max_tokens}: every {split} pair is longer; raise it.")
-    run.say(
+    PartialState().print(
         f"{len(examples)} training pairs ({left_out} longer than {settings.max_tokens} tokens left out), "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     )
@@ -120,13 +118,22 @@ def main(settings: Settings) -> None:
         measures = bleu_and_chrf(decode(answers.predictions, tokenizer), shown)
         return {"score": measures["bleu"], **measures}
 
-    trainer = RecipeTrainer(run, model, tokenizer, examples, sources(shown), collator, measure)
-    best = trainer.fit().eval()
+    trainer = RecipeTrainer(
+        settings,
+        model,
+        args=training_arguments(settings, predict_with_generate=True),
+        train_dataset=examples,
+        eval_dataset=sources(shown),
+        data_collator=collator,
+        processing_class=tokenizer,
+        compute_metrics=measure,
+    )
+    best = trainer.fit()
     trainer.compute_metrics = None
     scores = {}
     for name, pairs in tests.items():
         hypotheses = decode(trainer.predict(sources(pairs), num_beams=settings.beams).predictions, tokenizer)
-        run.write(f"hypotheses.{name}.txt", hypotheses)
+        write_lines(folder / f"hypotheses.{name}.txt", hypotheses)
         scores[name] = bleu_and_chrf(hypotheses, pairs)
     first = next(iter(scores.values()))
     measures: dict[str, Any] = {
@@ -138,13 +145,14 @@ def main(settings: Settings) -> None:
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),
         "mapping_options": settings.mapping_options,
     }
-    annotated = collated(shown_examples, collator, 32, run.accelerator.device)
+    annotated = collated(shown_examples, collator, 32, best.device)
     measures |= head_statistics(best, annotated, FIELDS)
     measures["output_support"] = output_support([best], annotated)
     if settings.certificates:
         pairs = next(iter(tests.values()))[: settings.certificates]
-        measures |= certificates(best, pairs, tokenizer, run, settings.max_tokens, settings.beams)
-    finish(run, FIELDS, measures, task="translation", data=name_of(settings.train), main_measures=["bleu", "chrf"])
+        measures |= certificates(best, pairs, tokenizer, settings.max_tokens, settings.beams)
+    card = {"task": "translation", "data": name_of(settings.train), "main_measures": ["bleu", "chrf"]}
+    finish(settings, "translation", FIELDS, measures, **card)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object, send_to_device
 from tqdm.auto import tqdm
 
@@ -27,26 +27,23 @@ def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
 
 @torch.no_grad()
 def answers_of(
-    examples: Sequence[ItemT],
-    answer: Callable[[list[ItemT]], Sequence[Any]],
-    length: Callable[[ItemT], int],
-    run: Any,
-    size: int,
+    examples: Sequence[ItemT], answer: Callable[[list[ItemT]], Sequence[Any]], length: Callable[[ItemT], int], size: int
 ) -> list[Any]:
-    """What is answered to every example, in their order, on all processes of a `common.run.Run`.
+    """What is answered to every example, in their order, on all processes, which share the work.
 
     Args:
-        examples: shared by the processes.
+        examples: what is asked.
         answer: the answers to some of them that are similarly long.
         length: of an example.
-        run: its processes share the work.
         size: examples asked for at a time.
     """
-    collate = lambda places: {"rows": places}  # noqa: E731
-    batches = Batches(range(len(examples)), collate, lambda i: length(examples[i]), run.accelerator, size)
+    state = PartialState()
+    order = sorted(range(len(examples)), key=lambda place: length(examples[place]))
+    own = order[state.process_index :: state.num_processes]
     found: list[tuple[int, Any]] = []
-    for batch in tqdm(list(batches.in_order()), disable=not run.main, mininterval=5, unit="batch"):
-        found += zip(batch["rows"], answer([examples[i] for i in batch["rows"]]), strict=True)
+    for start in tqdm(range(0, len(own), size), disable=not state.is_main_process, mininterval=5, unit="batch"):
+        part = own[start : start + size]
+        found += zip(part, answer([examples[place] for place in part]), strict=True)
     return [own for _, own in sorted(gather_object(found), key=itemgetter(0))]
 
 

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi
 from rich.markup import escape
 from rich.table import Table
 
-from common.results import Results, command, origin
+from common.results import NOT_IN_COMMAND, Results, command, origin, strict_json, write_card
 from common.run import Run, write_atomically
 from common.settings import RunSettings
-from hf_entmax.analysis.reading.tables import HUB
-from hf_entmax.integration.card import MARKER
-
-#: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
-#: out.
-NOT_IN_COMMAND = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
 
 #: Of an evaluation: of the model that is converted, of the student before its first step, of the student as it learns.
 STAGES = ("before", "patched", "training")
-
-
-def name_of(where: str) -> str:
-    """What a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
-    if where.startswith(HUB):
-        return where.removeprefix(HUB).partition("@")[0].partition("#")[0]
-    fixed = where.partition("{")[0]
-    folder = Path(fixed) if fixed.endswith("/") else Path(fixed).parent
-    return folder.name or Path(where).name.partition(".")[0]
-
-
-def names_of_sets(places: list[str]) -> list[str]:
-    """Return what to call test sets: their files, or the whole paths where these are called alike."""
-    short = [Path(where).name.partition(".")[0] for where in places]
-    return short if len(set(short)) == len(short) else [where.replace("/", "_") for where in places]
 
 
 def check_finish(settings: RunSettings, fields: Sequence[str]) -> None:
@@ -107,41 +85,6 @@ def _write(run: Run, fields: Sequence[str], measures: dict[str, Any], **card: An
         api = HfApi()
         api.create_repo(run.settings.push_to_hub, exist_ok=True)
         api.upload_folder(repo_id=run.settings.push_to_hub, folder_path=run.folder / "model")
-
-
-def strict_json(row: dict[str, Any]) -> str:
-    """JSON that every reader takes: a number that is not finite becomes null, and ``not_finite`` says what it was.
-
-    {"perplexity": null, "not_finite": {"perplexity": "inf"}}
-    """
-    odd = {name: str(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    plain = {**row, **dict.fromkeys(odd)} | ({"not_finite": odd} if odd else {})
-    return json.dumps(plain, indent=1, allow_nan=False)
-
-
-def write_card(
-    folder: Path, recipe: str, row: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
-) -> None:
-    """Add the measured numbers to the model's card, or write one where ``save_pretrained`` wrote none."""
-    path = folder / "README.md"
-    results = [
-        EvalResult(task_type=task, dataset_type=data, dataset_name=data, metric_type=name, metric_value=row[name])
-        for name in main_measures
-    ]
-    table = ["| measure | value |", "|---|---|"]
-    table += [f"| {name} | {value} |" for name, value in row.items() if value not in ("", None)]
-    heading = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on "
-    section = f"{heading}{data}.\n\n" + "\n".join(table) + "\n"
-    if path.exists():
-        # The line that marks the card as the plugin's goes: a later save_pretrained must not overwrite these numbers.
-        card = ModelCard(path.read_text(encoding="utf-8").replace(MARKER + "\n", ""))
-        card.text = card.text.partition(heading)[0].rstrip() + "\n" + section  # in place of what an earlier test found
-    else:
-        header = ModelCardData(library_name="transformers", tags=["hf_entmax"]).to_yaml()
-        card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n{section}")
-    card.data.model_name = f"{recipe} {row['attention']}/{row['output_alpha']}"
-    card.data.eval_results = results
-    write_atomically(path, str(card))
 
 
 def curve(run: Run, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""CSV files that grow by one row per finished run, and what every row says about its origin."""
+"""What a finished run says: its row in a CSV file, with its origin, and the numbers in the model's card."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import json
+import math
 import os
 import platform
 import shlex
@@ -14,12 +16,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from accelerate import PartialState
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 import hf_entmax
+from common.settings import RunSettings
+from hf_entmax.analysis.reading.tables import HUB
 from hf_entmax.bench.timing import device_name
+from hf_entmax.integration.card import MARKER
 
 #: The last columns of every table of runs.
 END = "steps best_step train_seconds tokens_per_second processes command hardware versions"
+
+#: Options that name places of one machine or change nothing in what is computed; a command that others can use leaves them
+#: out.
+NOT_IN_COMMAND = ("--out", "--results", "--resume", "--report_to", "--push_to_hub", "--log_steps", "--checkpoint_steps")
 
 
 def columns(*names: str) -> tuple[str, ...]:
@@ -123,3 +134,98 @@ def versions(*more: str) -> str:
     packages = ["torch", "transformers", *more]
     named = [f"{name} {metadata.version(name)}" for name in packages]
     return ", ".join([f"hf_entmax {hf_entmax.__version__}", *named, f"python {platform.python_version()}"])
+
+
+def finish(
+    settings: RunSettings,
+    recipe: str,
+    fields: Sequence[str],
+    measures: dict[str, Any],
+    *,
+    task: str,
+    data: str,
+    main_measures: Sequence[str],
+) -> None:
+    """Say the numbers, write ``result.json``, the model card and the row of results, and upload the model if asked to.
+
+    Args:
+        settings: of the recipe.
+        recipe: its name.
+        fields: columns of the results file; none where it takes other rows than this one.
+        measures: the numbers.
+        task: the Hub's name of the task, e.g. ``"translation"``.
+        data: name of the data.
+        main_measures: those that stand in the card's metadata.
+    """
+    state = PartialState()
+    if state.is_main_process:
+        folder = Path(settings.out)
+        row = {"attention": settings.attention, "output_alpha": settings.output_alpha, "seed": settings.seed}
+        row |= {**measures, "processes": state.num_processes}
+        show(measures)
+        row |= origin(NOT_IN_COMMAND, ("--report_to",), ("accelerate",))
+        finished = (folder / "result.json").exists()
+        (folder / "result.json").write_text(strict_json(row), encoding="utf-8")
+        model = folder / "model"
+        # An ensemble has no model of its own.
+        write_card(model if model.exists() else folder, recipe, row, task=task, data=data, main_measures=main_measures)
+        if settings.results and fields and not settings.smoke:
+            book = Results(Path(settings.results), fields)
+            # A finished run that is resumed only tests again.
+            if not (finished and book.has(command=row["command"])):
+                book.add(**row)
+        if settings.push_to_hub:
+            HfApi().create_repo(settings.push_to_hub, exist_ok=True)
+            HfApi().upload_folder(
+                repo_id=settings.push_to_hub, folder_path=model, ignore_patterns=["training_args.bin"]
+            )
+    state.wait_for_everyone()
+
+
+def show(measures: dict[str, Any]) -> None:
+    """Print every number that was measured, on the main process."""
+    PartialState().print("\n".join(f"{name:24} {value}" for name, value in measures.items() if value not in ("", None)))
+
+
+def strict_json(row: dict[str, Any]) -> str:
+    """JSON that every reader takes: a number that is not finite becomes null, and ``not_finite`` says what it was.
+
+    {"perplexity": null, "not_finite": {"perplexity": "inf"}}
+    """
+    odd = {name: str(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    plain = {**row, **dict.fromkeys(odd)} | ({"not_finite": odd} if odd else {})
+    return json.dumps(plain, indent=1, allow_nan=False)
+
+
+def write_card(
+    folder: Path, recipe: str, row: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
+) -> None:
+    """Add the measured numbers to the model's card, or write one where ``save_pretrained`` wrote none."""
+    path = folder / "README.md"
+    results = [
+        EvalResult(task_type=task, dataset_type=data, dataset_name=data, metric_type=name, metric_value=row[name])
+        for name in main_measures
+    ]
+    table = ["| measure | value |", "|---|---|"]
+    table += [f"| {name} | {value} |" for name, value in row.items() if value not in ("", None)]
+    heading = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on "
+    section = f"{heading}{data}.\n\n" + "\n".join(table) + "\n"
+    if path.exists():
+        # The line that marks the card as the plugin's goes: a later save_pretrained must not overwrite these numbers.
+        card = ModelCard(path.read_text(encoding="utf-8").replace(MARKER + "\n", ""))
+        card.text = card.text.partition(heading)[0].rstrip() + "\n" + section  # in place of what an earlier test found
+    else:
+        header = ModelCardData(library_name="transformers", tags=["hf_entmax"]).to_yaml()
+        card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n{section}")
+    card.data.model_name = f"{recipe} {row['attention']}/{row['output_alpha']}"
+    card.data.eval_results = results
+    card.save(path)
+
+
+def name_of(where: str) -> str:
+    """What a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
+    if where.startswith(HUB):
+        return where.removeprefix(HUB).partition("@")[0].partition("#")[0]
+    fixed = where.partition("{")[0]
+    folder = Path(fixed) if fixed.endswith("/") else Path(fixed).parent
+    return folder.name or Path(where).name.partition(".")[0]

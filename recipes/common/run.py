@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from common.processes import say_processes
+from common.folder import say_processes
 from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.

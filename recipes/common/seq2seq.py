@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,12 @@ from common.batches import answers_of
 from common.run import Run
 
 Pairs = list[tuple[str, str]]
+
+
+def names_of_sets(places: list[str]) -> list[str]:
+    """Return what to call test sets: their files, or the whole paths where these are called alike."""
+    short = [Path(where).name.partition(".")[0] for where in places]
+    return short if len(set(short)) == len(short) else [where.replace("/", "_") for where in places]
 
 
 def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[str, list[int]]], int]:
@@ -54,7 +61,7 @@ def generate(model: Any, sources: list[list[int]], tokenizer: Any, run: Run, siz
         output = plain.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
         return tokenizer.batch_decode(output, skip_special_tokens=True)
 
-    return answers_of(sources, answer, len, run, size)
+    return answers_of(sources, answer, len, size)
 
 
 def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> list[str]:

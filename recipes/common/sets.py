@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.finish import NOT_IN_COMMAND
-from common.results import Results, columns, origin
+from common.results import NOT_IN_COMMAND, Results, columns, origin
 from common.run import Run
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature
 

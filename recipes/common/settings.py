@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from hf_entmax import EntmaxConfig
+from hf_entmax import EntmaxConfig, entmax_config, is_patched, patch_model
 from hf_entmax.ops.controllable import ATTENTION_MAPPINGS
 
 
@@ -103,6 +103,43 @@ class RunSettings:
             fields["mapping_options"] = chosen
         config = EntmaxConfig(**fields, output_alpha=output)
         return None if kind == "softmax" and output is None else config
+
+
+def attention_and_output(model: Any) -> dict[str, Any]:
+    """Attention and output of a model, in the words of the settings."""
+    if not is_patched(model):
+        return {"attention": "softmax", "output_alpha": 1.0}
+    config = entmax_config(model)
+    attention = config.alpha if config.mapping == "entmax" else config.mapping
+    return {"attention": "softmax" if attention == 1.0 else str(attention), "output_alpha": config.output_alpha or 1.0}
+
+
+def make_sparse(model: Any, settings: RunSettings) -> Any:
+    """Patch a model as the settings say; softmax in attention and output leaves it as it is.
+
+    A model that is sparse already is trained on as it is.
+
+    Raises:
+        ValueError: if it is sparse in another way than the settings say, or has alphas and they say where these start.
+    """
+    config = settings.entmax()
+    if is_patched(model):
+        kind, held = attention_and_output(model), entmax_config(model)
+        names = ("mapping", "mapping_options", "output_alpha")
+        same = config is not None and all(getattr(config, name) == getattr(held, name) for name in names)
+        if not (same and (config.mapping != "entmax" or config.alpha == held.alpha)):
+            options = " ".join(f"--{name} {value}" for name, value in kind.items())
+            more = f" with mapping_options {held.mapping_options}" if held.mapping_options else ""
+            raise ValueError(
+                f"the model is sparse already ({options}{more}), and the settings say attention={settings.attention} with "
+                f"output_alpha={settings.output_alpha}: give its own to train it on, or a model with softmax."
+            )
+        if settings.alpha_init != "normal":
+            raise ValueError(
+                f"alpha_init={settings.alpha_init} would have no effect: the model has alphas already. Leave it out."
+            )
+        return model
+    return model if config is None else patch_model(model, config)
 
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)

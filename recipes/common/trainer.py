@@ -1,41 +1,87 @@
-"""Puts a recipe's settings, folder and order of the data into Transformers' `Seq2SeqTrainer`, and reads its numbers back.
+"""Transformers' `Seq2SeqTrainer`, with what the recipes need beside it.
 
-What the Trainer does not do by itself is here: the steps hold examples of similar length in an order that follows from seed and
-epoch alone, so that a run that was killed goes on with the batches that it had not seen; alphas have their own learning rate
-and are not decayed; a checkpoint that was cut off while it was written is passed over.
+Everything else is the Trainer's own, so that a recipe reads as any script for it. What it does not do by itself:
+
+- the examples of a step are similarly long, in an order that follows from seed and epoch alone, so that a run that was killed
+  goes on with the batches that it had not seen (`SimilarLengths`; the Trainer's own sampler draws anew);
+- checkpoints and evaluations within epochs beside those at their ends, and the seconds of all steps (`Pace`);
+- alphas have their own learning rate and are not decayed; dropout differs by process; the loss is a mean over all labels of a
+  step; a checkpoint that was cut off while it was written is passed over; a finished run is not trained again.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import (
     EarlyStoppingCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
+    TrainerState,
 )
 from transformers.trainer_callback import ExportableState
 
-from common.run import Run, write_atomically
-from common.training import digest, parameter_groups
+from common.folder import write
+from common.settings import RunSettings
 from hf_entmax import entmax_config, is_patched
-from hf_entmax.training import AlphaLoggingCallback, SmoothedEntmaxLoss
+from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.labels import shifts_labels
+from hf_entmax.training import AlphaLoggingCallback, SmoothedEntmaxLoss, alpha_parameter_groups
 
 #: So many steps are drawn at random and sorted by length, before their own order is drawn.
 POOL = 50
-#: What the Trainer calls its numbers, and what ``log.jsonl`` does.
-NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "gradient_norm"}
+
+
+def training_arguments(settings: RunSettings, **more: Any) -> Seq2SeqTrainingArguments:
+    """Return the Trainer's arguments for a recipe's settings; ``more`` adds to them or changes them."""
+    processes, on_cpu = PartialState().num_processes, not torch.accelerator.is_available()
+    usual = {
+        "output_dir": settings.out,
+        "num_train_epochs": settings.epochs,
+        "max_steps": 2 if settings.smoke else -1,
+        "per_device_train_batch_size": settings.batch_size // settings.gradient_accumulation // processes,
+        "gradient_accumulation_steps": settings.gradient_accumulation,
+        "learning_rate": settings.lr,
+        "adam_beta2": 0.98,
+        "weight_decay": settings.weight_decay,
+        "lr_scheduler_type": "inverse_sqrt",
+        "warmup_steps": settings.warmup,
+        "max_grad_norm": settings.clip_norm,
+        "bf16": settings.mixed_precision == "bf16",
+        "fp16": settings.mixed_precision == "fp16",
+        "use_cpu": on_cpu,  # else the processes of torchrun would not find each other
+        "dataloader_pin_memory": not on_cpu,
+        "seed": settings.seed,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "eval_steps": getattr(settings, "evaluate_every", 0) or None,  # read by `Pace`
+        "save_steps": settings.checkpoint_steps or 10**9,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "restore_callback_states_from_checkpoint": True,
+        "logging_steps": settings.log_steps,
+        "logging_first_step": True,
+        "report_to": settings.report_to or "none",
+        "per_device_eval_batch_size": 64,
+        "generation_num_beams": 1,
+        "disable_tqdm": not PartialState().is_main_process,
+    }
+    return Seq2SeqTrainingArguments(**{**usual, **more})
 
 
 class SimilarLengths(Sampler[int]):
@@ -45,17 +91,20 @@ class SimilarLengths(Sampler[int]):
         lengths: of every example.
         batch_size: examples of a step, over all processes.
         seed: of the order.
-        epoch: says which epoch begins.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]) -> None:
-        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, epoch
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; the Trainer does."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[int]:
-        rng = random.Random(f"{self.seed}/{self.epoch()}")
+        rng = random.Random(f"{self.seed}/{self.epoch}")
         order = list(range(len(self)))
         rng.shuffle(order)
         pool = POOL * self.batch_size
@@ -67,176 +116,146 @@ class SimilarLengths(Sampler[int]):
         return iter([example for step in steps + last for example in step])
 
 
-class Clock(TrainerCallback, ExportableState):
-    """Count the seconds of all steps, also of those before a resume, and write a checkpoint every so many of them."""
+class Pace(TrainerCallback, ExportableState):
+    """Count the seconds of all steps; save and evaluate every so many of them, beside the ends of epochs."""
 
-    def __init__(self, checkpoint_steps: int = 0) -> None:
-        self.checkpoint_steps, self.seconds, self.began = checkpoint_steps, 0.0, 0.0
+    def __init__(self) -> None:
+        self.seconds, self.began = 0.0, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
         self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock; ask for a checkpoint."""
+        """Stop the clock; ask for a checkpoint or an evaluation, which has a checkpoint too."""
         self.seconds += time.perf_counter() - self.began
-        if self.checkpoint_steps and state.global_step % self.checkpoint_steps == 0:
+        within = state.epoch % 1 > 0 and state.global_step < state.max_steps
+        if within and args.eval_steps and state.global_step % args.eval_steps == 0:
+            control.should_evaluate = control.should_save = True
+        elif state.global_step % args.save_steps == 0:
             control.should_save = True
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"args": {"checkpoint_steps": self.checkpoint_steps}, "attributes": {"seconds": self.seconds}}
+        return {"args": {}, "attributes": {"seconds": self.seconds}}
 
 
 class RecipeTrainer(Seq2SeqTrainer):
-    """Train a model as the settings of a run say, up to the best of its epochs on dev.
+    """A `Seq2SeqTrainer` for a recipe's settings; without ``predict_with_generate`` it is a plain `Trainer`.
+
+    ``compute_metrics`` returns ``"score"`` among its measures; the model of the highest one is the best. Examples are dicts with
+    lists of token ids, or tuples of texts.
 
     Args:
-        run: the folder and its settings.
-        model: patched or not, on any device.
-        tokenizer: saved beside the model.
-        train: examples, with ``input_ids`` and ``labels``.
-        dev: examples that choose the best epoch.
-        collator: makes batches of examples.
-        compute_metrics: measures of an evaluation, ``"score"`` among them, higher is better.
-        more: further training arguments.
+        settings: of the recipe.
+        trainer: the Trainer's own arguments; ``args`` are `training_arguments` where none are given.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        model: Any,
-        tokenizer: Any,
-        train: Any,
-        dev: Any,
-        collator: Any,
-        compute_metrics: Any,
-        **more: Any,
-    ) -> None:
-        settings, precision = run.settings, run.accelerator.mixed_precision
-        processes = run.accelerator.num_processes
-        self.run_folder, self.settings = run, settings
-        arguments = Seq2SeqTrainingArguments(
-            output_dir=str(run.folder),
-            num_train_epochs=settings.epochs,
-            max_steps=2 if settings.smoke else -1,
-            per_device_train_batch_size=settings.batch_size // settings.gradient_accumulation // processes,
-            gradient_accumulation_steps=settings.gradient_accumulation,
-            learning_rate=settings.lr,
-            adam_beta2=0.98,
-            weight_decay=settings.weight_decay,
-            lr_scheduler_type="inverse_sqrt",
-            warmup_steps=settings.warmup,
-            max_grad_norm=settings.clip_norm,
-            bf16=precision == "bf16",
-            fp16=precision == "fp16",
-            use_cpu=run.accelerator.device.type == "cpu",
-            seed=settings.seed,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            save_total_limit=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="score",
-            logging_steps=settings.log_steps,
-            report_to=settings.report_to or "none",
-            predict_with_generate=True,
-            generation_num_beams=1,
-            per_device_eval_batch_size=64,
-            disable_tqdm=not run.main,
-            **more,
-        )
-        self.clock = Clock(settings.checkpoint_steps)
-        callbacks: list[TrainerCallback] = [self.clock]
-        if is_patched(model) and entmax_config(model).alpha == "learned":
-            callbacks.append(AlphaLoggingCallback())
-        if settings.patience:
-            callbacks.append(EarlyStoppingCallback(settings.patience))
-        super().__init__(
-            model,
-            arguments,
-            collator,
-            train,
-            dev,
-            processing_class=tokenizer,
-            compute_metrics=compute_metrics,
-            # A mean over the labels of a step, wherever its parts are; the model's own would be a mean of means.
-            compute_loss_func=SmoothedEntmaxLoss(settings.output_alpha, 0.0),
-            callbacks=callbacks,
-        )
+    def __init__(self, settings: RunSettings, model: Any, **trainer: Any) -> None:
+        self.settings, self.folder = settings, Path(settings.out)
+        # A mean over the labels of a step, wherever its parts are; a model's own may be a mean of means.
+        loss = SmoothedEntmaxLoss(settings.output_alpha, 0.0, shift=shifts_labels(model))
+        callbacks = [Pace(), *([EarlyStoppingCallback(settings.patience)] if settings.patience else [])]
+        callbacks += trainer.pop("callbacks", [])
+        usual = {"args": training_arguments(settings), "compute_loss_func": loss}
+        super().__init__(model, callbacks=callbacks, **{**usual, **trainer})
+        learned = is_patched(model) and entmax_config(model).alpha == "learned"
+        if learned and not self.is_fsdp_enabled:  # a step would have to wait for all weights
+            self.add_callback(AlphaLoggingCallback(statistics=False))
         set_seed(settings.seed, device_specific=True)  # dropout differs by process
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Give alphas their own rate, and no decay."""
-        if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model, self.settings)
-            self.optimizer = torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, self.args.adam_beta2))
-        return self.optimizer
+        model, settings = self.model if model is None else model, self.settings
+        if any(p.requires_grad and f".{CHILD}." in f".{name}" for name, p in model.named_parameters()):
+            if self.optimizer is None:
+                groups = alpha_parameter_groups(model, settings.lr, settings.alpha_lr, settings.weight_decay)
+                self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, self.args.adam_beta2))
+        elif settings.alpha_lr is not None:
+            raise ValueError(
+                f"alpha_lr={settings.alpha_lr} would have no effect: attention={settings.attention} learns no alpha."
+            )
+        return super().create_optimizer(model)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SimilarLengths:
         examples = self.train_dataset if train_dataset is None else train_dataset
-        lengths = [len(example["input_ids"]) + len(example["labels"]) for example in examples]
-        epoch = lambda: int(self.state.epoch or 0)  # noqa: E731
-        return SimilarLengths(lengths, self.settings.batch_size, self.settings.seed, epoch)
+        return SimilarLengths([length(e) for e in examples], self.settings.batch_size, self.settings.seed)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, and leave the model's generation settings alone: the Trainer would fill in defaults, 20 tokens among them."""
-        own = copy.deepcopy(self.model.generation_config)
+        own = copy.deepcopy(getattr(self.model, "generation_config", None))
         try:
             return super().prediction_step(*args, **kwargs)
         finally:
-            self.model.generation_config = own
+            if own is not None:
+                self.model.generation_config = own
 
     def fit(self) -> Any:
-        """Train, from the last checkpoint where there is one, and return the best model, which is in ``model`` then.
+        """Train, from the last checkpoint where there is one, and return the best model, ready for tests.
+
+        It stands in the folder as ``model``, with its tokenizer; ``trainer_state.json`` beside it says that the run is finished.
 
         Raises:
             ValueError: if the training data are not those that a resumed run began with.
         """
-        run, stored = self.run_folder, self.run_folder.folder / "data.sha256"
-        data = digest(self.train_dataset)
-        last = last_checkpoint(run.folder)
-        if last is not None and stored.exists() and stored.read_text(encoding="utf-8") != data:
+        folder, finished = self.folder, self.folder / "trainer_state.json"
+        last = last_checkpoint(folder)
+        self._check_data(folder / "data.sha256", resumes=last is not None)
+        if finished.exists():
+            self.state = TrainerState.load_from_json(str(finished))
+            if not self.is_fsdp_enabled:
+                self._load_from_checkpoint(str(folder / "model"))
+        else:
+            if last is not None:
+                self.accelerator.print(f"Going on from {last}.")
+            self.train(resume_from_checkpoint=None if last is None else str(last))
+            self.save_model(str(folder / "model"))
+            self.save_state()
+            self.accelerator.wait_for_everyone()
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if self.is_fsdp_enabled:  # every process tests the whole model
+            kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+            model = kind.from_pretrained(folder / "model")
+        return model.to(self.args.device).eval()
+
+    def _check_data(self, stored: Path, resumes: bool) -> None:
+        """Raise an error where a resumed run has other data; drop checkpoints that were cut off while they were written."""
+        found = hashlib.sha256()
+        for example in self.train_dataset:
+            found.update(repr(example).encode())
+        if resumes and stored.exists() and stored.read_text(encoding="utf-8") != found.hexdigest():
             raise ValueError(
-                f"--resume {run.folder}: the training data have changed since. Restore them, or start in another folder."
+                f"--resume {self.folder}: the training data have changed since. Restore them, or start in another folder."
             )
-        run.accelerator.wait_for_everyone()
-        if run.main:
-            write_atomically(stored, data)
-            for path in run.folder.glob("checkpoint-*"):
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            write(stored, found.hexdigest())
+            for path in self.folder.glob("checkpoint-*"):
                 if not (path / "trainer_state.json").exists():
-                    shutil.rmtree(path)  # cut off while it was written
-        run.accelerator.wait_for_everyone()
-        if last is not None:
-            run.say(f"Going on from {last}.")
-        self.train(resume_from_checkpoint=None if last is None else str(last))
-        self.clock = next(c for c in self.callback_handler.callbacks if isinstance(c, Clock))
-        run.forget_after(0)
-        for line in self.state.log_history:
-            values = {NAMES[name]: value for name, value in line.items() if name in NAMES}
-            measured = (
-                name for name in line if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
-            )
-            values |= {f"dev_{name[5:]}": line[name] for name in measured}
-            if values:
-                run.note("log.jsonl", line["step"], **values)
-        model = run.accelerator.unwrap_model(self.model)
-        run.save_model(model, self.processing_class)
-        return model
+                    shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
 
     def summary(self) -> dict[str, float]:
         """Return what every result row says about the training."""
-        tokens = sum(len(e["input_ids"]) + len(e["labels"]) for e in self.train_dataset) * (self.state.epoch or 0)
+        seconds = self.state.stateful_callbacks["Pace"]["attributes"]["seconds"]
+        tokens = sum(map(length, self.train_dataset)) * (self.state.epoch or 0)
         return {
             "steps": self.state.global_step,
             "best_step": self.state.best_global_step or self.state.global_step,
-            "train_seconds": round(self.clock.seconds, 1),
-            "tokens_per_second": round(tokens / max(self.clock.seconds, 1e-9)),
+            "train_seconds": round(seconds, 1),
+            "tokens_per_second": round(tokens / max(seconds, 1e-9)),
         }
 
     @property
     def best(self) -> float:
         """The score of the best model on dev."""
         return math.nan if self.state.best_metric is None else self.state.best_metric
+
+
+def length(example: Any) -> int:
+    """Count the tokens of an example, read and written; the letters of texts."""
+    parts = example.values() if isinstance(example, dict) else example
+    return sum(len(part) for part in parts if hasattr(part, "__len__"))
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -18,7 +18,9 @@ from tqdm.auto import tqdm
 from common.batches import Batches
 from common.run import Run
 from common.settings import RunSettings
-from hf_entmax import alphas, entmax_config, is_patched, patch_model
+from common.settings import attention_and_output as attention_and_output
+from common.settings import make_sparse as make_sparse
+from hf_entmax import alphas, entmax_config, is_patched
 from hf_entmax.integration.interface import CHILD
 from hf_entmax.training import alpha_parameter_groups
 from hf_entmax.training.callbacks import rounded
@@ -50,43 +52,6 @@ class Progress:
         """For ``Accelerator.load_state``."""
         for name, value in state.items():
             setattr(self, name, value)
-
-
-def attention_and_output(model: Any) -> dict[str, Any]:
-    """Attention and output of a model, in the words of the settings."""
-    if not is_patched(model):
-        return {"attention": "softmax", "output_alpha": 1.0}
-    config = entmax_config(model)
-    attention = config.alpha if config.mapping == "entmax" else config.mapping
-    return {"attention": "softmax" if attention == 1.0 else str(attention), "output_alpha": config.output_alpha or 1.0}
-
-
-def make_sparse(model: Any, settings: RunSettings) -> Any:
-    """Patch a model as the settings say; softmax in attention and output leaves it as it is.
-
-    A model that is sparse already is trained on as it is.
-
-    Raises:
-        ValueError: if it is sparse in another way than the settings say, or has alphas and they say where these start.
-    """
-    config = settings.entmax()
-    if is_patched(model):
-        kind, held = attention_and_output(model), entmax_config(model)
-        names = ("mapping", "mapping_options", "output_alpha")
-        same = config is not None and all(getattr(config, name) == getattr(held, name) for name in names)
-        if not (same and (config.mapping != "entmax" or config.alpha == held.alpha)):
-            options = " ".join(f"--{name} {value}" for name, value in kind.items())
-            more = f" with mapping_options {held.mapping_options}" if held.mapping_options else ""
-            raise ValueError(
-                f"the model is sparse already ({options}{more}), and the settings say attention={settings.attention} with "
-                f"output_alpha={settings.output_alpha}: give its own to train it on, or a model with softmax."
-            )
-        if settings.alpha_init != "normal":
-            raise ValueError(
-                f"alpha_init={settings.alpha_init} would have no effect: the model has alphas already. Leave it out."
-            )
-        return model
-    return model if config is None else patch_model(model, config)
 
 
 def count_labels(batch: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from common.run import Run
 from common.settings import parse
-from common.trainer import Clock
+from common.trainer import Pace
 from common.training import Training
 
 
@@ -53,21 +53,21 @@ def run(recipe: str, arguments: list[str], stop_at: int = 0) -> None:
         if step == stop_at and "loss" in values:
             raise Stopped
 
-    end = Clock.on_step_end
+    end = Pace.on_step_end
 
     def end_and_leave(self, args, state, control, **kwargs):
         end(self, args, state, control, **kwargs)
         if stop_at and state.global_step == stop_at + 1:  # the checkpoint of the step before is written
             raise Stopped
 
-    Run.log, Clock.on_step_end = log_and_leave, end_and_leave
+    Run.log, Pace.on_step_end = log_and_leave, end_and_leave
     module = importlib.import_module(recipe)
     try:
         module.main(parse(module.Settings, module.__doc__, arguments))
     except Stopped:
         pass
     finally:
-        Run.log, Clock.on_step_end = log, end
+        Run.log, Pace.on_step_end = log, end
         AcceleratorState._reset_state(reset_partial_state=True)  # the group of processes stays
 
 

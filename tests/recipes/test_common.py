@@ -17,7 +17,7 @@ import torch
 
 from common import results
 from common.batches import POOL, Batches, evenly
-from common.finish import name_of, strict_json
+from common.results import name_of, strict_json
 from common.settings import RunSettings, option, parse
 from hf_entmax.analysis.reading import tables as data
 

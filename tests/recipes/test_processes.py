@@ -15,7 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from common.processes import check_processes
+from common.folder import check_processes
 from common.settings import parse
 
 ROOT = Path(__file__).parents[2]

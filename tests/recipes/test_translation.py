@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import translation
-from common import training
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import encode_pairs
 from common.settings import parse
-from common.trainer import SimilarLengths
+from common.trainer import RecipeTrainer, SimilarLengths, training_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -157,8 +156,8 @@ DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {recipes!r})
 import translation
-from common.trainer import Clock
-end = Clock.on_step_end
+from common.trainer import Pace
+end = Pace.on_step_end
 def end_and_die(self, args, state, control, **kwargs):
     end(self, args, state, control, **kwargs)
     if state.global_step == {last}:
@@ -166,10 +165,15 @@ def end_and_die(self, args, state, control, **kwargs):
 if os.fork():
     assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 else:
-    Clock.on_step_end = end_and_die
+    Pace.on_step_end = end_and_die
     translation.main(translation.parse(translation.Settings, translation.__doc__))
     os._exit(1)
 """
+
+
+def seconds(folder):
+    """Of all training steps."""
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"]["seconds"]
 
 
 @pytest.mark.slow
@@ -185,6 +189,7 @@ def test_a_killed_run_ends_with_the_same_weights(data):
     assert ended.returncode == 0, ended.stderr
     left = {path.name for path in (data / "killed").glob("checkpoint-*")}
     assert "checkpoint-21" in left and not (data / "killed" / "model").exists()
+    before = seconds(data / "killed" / "checkpoint-21")
     (data / "killed" / "checkpoint-22").mkdir()  # as if it had been killed while it wrote this one
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         translation.main(killed)
@@ -202,9 +207,10 @@ def test_a_killed_run_ends_with_the_same_weights(data):
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     states = [torch.load(data / run / "checkpoint-48" / "optimizer.pt")["state"] for run in ("run", "killed")]
     assert all(torch.equal(states[0][key]["exp_avg"], states[1][key]["exp_avg"]) for key in states[0])
-    logs = [[json.loads(x) for x in (data / run / "log.jsonl").read_text().splitlines()] for run in ("run", "killed")]
-    losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
-    assert losses[0] == losses[1] and len(losses[0]) == 16
+    states = [json.loads((data / run / "trainer_state.json").read_text()) for run in ("run", "killed")]
+    logs = [[(x["step"], x["loss"]) for x in state["log_history"] if "loss" in x] for state in states]
+    assert logs[0] == logs[1] and len(logs[0]) == 17
+    assert seconds(data / "killed") > before > 0  # also those before it was killed
     results = [json.loads((data / run / "result.json").read_text()) for run in ("run", "killed")]
     for name in ("bleu", "dev_bleu", "best_step", "steps", "density_cross"):
         assert results[0][name] == results[1][name]
@@ -212,7 +218,12 @@ def test_a_killed_run_ends_with_the_same_weights(data):
 
 def test_the_order_follows_from_seed_and_epoch():
     lengths = [(7 * place) % 31 for place in range(2003)]
-    order = lambda seed, epoch: list(SimilarLengths(lengths, 8, seed, lambda: epoch))  # noqa: E731
+
+    def order(seed, epoch):
+        sampler = SimilarLengths(lengths, 8, seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
     assert sorted(order(0, 0)) == list(range(2003))
     assert order(0, 1) == order(0, 1) != order(0, 2) and order(0, 1) != order(1, 1)
     steps = [order(0, 0)[i : i + 8] for i in range(0, 2003, 8)]
@@ -228,7 +239,8 @@ def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
         chosen = settings(data, architecture="t5", attention=attention)
         model = translation.make_sparse(build_seq2seq(chosen, 60, 20, chosen.architecture), chosen)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = training.parameter_groups(model, chosen)
+        trainer = RecipeTrainer(chosen, model, args=training_arguments(chosen), train_dataset=[], eval_dataset=[])
+        groups = trainer.create_optimizer().param_groups
         decayed.append({names[p] for group in groups if group["weight_decay"] for p in group["params"]})
     assert decayed[0] == decayed[1] == decayed[2]
     assert not any("bias" in name for name in decayed[0]) and "shared.weight" in decayed[0]
