@@ -88,6 +88,10 @@ def together(jobs, **environment):
 
 
 def log(folder):
+    if (folder / "trainer_state.json").exists():
+        lines = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        timed = ("_runtime", "_per_second")
+        return [{name: value for name, value in line.items() if not name.endswith(timed)} for line in lines[:-1]]
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
