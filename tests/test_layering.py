@@ -26,6 +26,7 @@ ANALYSIS = {
     "plots": 1,
     "collecting": 2,
     "one_head": 3,
+    "circuits": 3,
     "report": 3,
     "analyze": 4,
     "command": 5,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ROOT / "docs"
 #: In the order in which they are read: what one page makes the next may use.
-GUIDES = ("patch", "sparsify", "sparse_outputs", "long_texts", "heads", "longer_inputs", "devices")
+GUIDES = ("patch", "sparsify", "sparse_outputs", "long_texts", "heads", "circuits", "longer_inputs", "devices")
 PAGES = [
     ROOT / "README.md",
     DOCS / "index.md",

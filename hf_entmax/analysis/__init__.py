@@ -1,6 +1,6 @@
 """What did each head learn? Statistics, roles, figures and a report for any Transformers model."""
 
-from hf_entmax.analysis import metrics, plots
+from hf_entmax.analysis import circuits, metrics, plots
 from hf_entmax.analysis.collecting.collect import AnalysisError, AnalysisInterrupted, collect
 from hf_entmax.analysis.metrics import *  # noqa: F403 - the names of the metrics stand there alone
 from hf_entmax.analysis.metrics.registry import RoleInputs, measure, register_role, register_statistic
@@ -15,6 +15,7 @@ __all__ = [
     "HeadView",
     "RoleInputs",
     "ablated",
+    "circuits",
     "collect",
     "head",
     "measure",

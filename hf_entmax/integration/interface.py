@@ -145,7 +145,7 @@ def entmax_attention_forward(
     if mesh is not None and observers:
         out = of_all_heads(out, mesh, 2)
     for observer in observers:
-        out = observer.sees(module, weights, out)
+        out = observer.sees(module, weights, value, out)
     if mesh is not None and observers:
         out = of_own_heads(out, mesh, 2)
     # Transformers knows dense weights alone; sparse rows come only where it asked for none.
@@ -196,7 +196,7 @@ def _weights_wanted(
     module: nn.Module, kwargs: dict[str, Any], observers: tuple[Observer, ...]
 ) -> bool | Literal["sparse"]:
     """What to ask of the attention: dense weights, those or sparse rows, or none."""
-    looking = [observer for observer in observers if observer.callback is not None]
+    looking = [observer for observer in observers if observer.reads_weights]
     if _returned(module, kwargs) or not all(observer.sparse for observer in looking):
         return True
     return "sparse" if looking else False

@@ -36,11 +36,13 @@ class AttentionCall(NamedTuple):
         index: how often the module ran before in this forward pass; above 0 only in a module that layers share (ALBERT).
         weights: ``[B, H, T_q, T_k]``, after dropout if there is any, still in the autograd graph if there is one; None where
             nobody asked for weights.
+        value: what the weights are of, ``[B, H_kv, T_k, D_v]``; as many heads as there are for keys.
     """
 
     site: AttentionSite
     index: int
     weights: Any
+    value: Any = None
 
 
 class Observer:
@@ -51,11 +53,12 @@ class Observer:
         sites: list[AttentionSite],
         callback: Callable[[AttentionCall], Any] | None,
         gate: Callable[[AttentionCall], Tensor | None] | None,
+        replace: Callable[[AttentionCall], Tensor | None] | None,
         sparse: bool,
         models: Sequence[nn.Module],
         configs: list[Any],
     ) -> None:
-        self.callback, self.gate, self.sparse = callback, gate, sparse
+        self.callback, self.gate, self.replace, self.sparse = callback, gate, replace, sparse
         self._models, self._configs = {id(model) for model in models}, configs
         self.thread = threading.get_ident()
         self._sites = {id(site.module): site for site in sites}
@@ -63,6 +66,16 @@ class Observer:
         self._running = 0  # models within models that are in their forward now
         self._busy = False
         self._checkpointed = False  # whether the running forward leaves layers to be computed again
+
+    @property
+    def intervenes(self) -> bool:
+        """Whether it changes what the model computes."""
+        return self.gate is not None or self.replace is not None
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether weights must be formed for it."""
+        return self.callback is not None or self.replace is not None
 
     def begins(self, module: nn.Module, *_: Any) -> None:
         """A model starts its forward: the outermost one starts a new count of calls."""
@@ -73,7 +86,7 @@ class Observer:
             if not self._running:
                 self._calls.clear()
                 self._checkpointed = torch.is_grad_enabled() and _checkpoints(module)
-                if self._checkpointed and self.gate is not None:
+                if self._checkpointed and self.intervenes:
                     raise ValueError(_GATED)
             self._running += 1
 
@@ -94,14 +107,14 @@ class Observer:
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
 
-    def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, out: Tensor) -> Tensor:
-        """Shows a call to whoever looks, and returns the module's output ``[B, T_q, H, D]``, gated."""
+    def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, value: Tensor, out: Tensor) -> Tensor:
+        """Shows a call to whoever looks, and returns the module's output ``[B, T_q, H, D]``, replaced or gated."""
         site = self._sites.get(id(module))  # a copy of the model made inside the block is another model
         if site is None or self._busy:  # and what a callback runs is its own affair
             return out
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             # Checkpointing computes a layer again in the backward pass: whoever looks has seen it.
-            if self.gate is not None:
+            if self.intervenes:
                 raise ValueError(_GATED)
             return out
         if self._checkpointed and not torch.is_grad_enabled():
@@ -109,15 +122,17 @@ class Observer:
                 "Attention weights of layers checkpointed with use_reentrant=True are outside the autograd graph: a loss on "
                 "them would have no gradient. Call model.gradient_checkpointing_enable({'use_reentrant': False})."
             )
-        call = AttentionCall(site, self._calls[id(module)], weights)
+        call = AttentionCall(site, self._calls[id(module)], weights, value)
         self._calls[id(module)] += 1
         self._busy = True
         try:
             if self.callback is not None:
                 self.callback(call)
+            replaced = self.replace(call) if self.replace is not None else None
             factor = self.gate(call) if self.gate is not None else None
         finally:
             self._busy = False
+        out = out if replaced is None else replaced.to(out.dtype)
         return out if factor is None else out * factor.to(out.dtype)
 
 
@@ -153,6 +168,7 @@ def observe_attention(
     callback: Callable[[AttentionCall], Any] | None = None,
     *,
     gate: Callable[[AttentionCall], Tensor | None] | None = None,
+    replace: Callable[[AttentionCall], Tensor | None] | None = None,
     sparse: bool = False,
 ) -> Iterator[None]:
     """Calls ``callback(call)`` at every attention call of a model, patched or plain softmax, and may gate its heads.
@@ -169,6 +185,7 @@ def observe_attention(
         callback: given an `AttentionCall` with its weights. Without a callback no weights are formed.
         gate: given the same record; returns a factor of the heads' outputs, broadcastable to ``[B, T_q, H, D]``, or None. The
             gates of nested blocks multiply.
+        replace: given the same record; returns the heads' outputs ``[B, T_q, H, D_v]`` to go on with, or None. Gates come after it.
         sparse: the callback reads `hf_entmax.ops.SparseRows` too and gets those where the backend that computes a
             module's attention has them at hand (see ``need_weights="sparse"`` of `hf_entmax.ops.entmax_attention`) and
             nobody else wants its weights; dense weights everywhere else.
@@ -182,7 +199,7 @@ def observe_attention(
     models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     configs: dict[int, Any] = {id(part.config): part.config for part in models}
     configs |= {id(s.module.config): s.module.config for s in sites if hasattr(s.module, "config")}  # type: ignore[misc]
-    observer = Observer(sites, callback, gate, sparse, models, list(configs.values()))
+    observer = Observer(sites, callback, gate, replace, sparse, models, list(configs.values()))
     with contextlib.ExitStack() as stack:
         for part in models:
             stack.callback(part.register_forward_pre_hook(observer.begins).remove)

@@ -10,6 +10,7 @@ from hf_entmax.analysis.plots.alphas import (
     alpha_trajectories,
     entmax_curves,
 )
+from hf_entmax.analysis.plots.circuits import circuit, faithfulness_curves
 from hf_entmax.analysis.plots.densities import density_by_site, density_histograms, head_diversity, sorted_density
 from hf_entmax.analysis.plots.heads import (
     attention_map,
@@ -22,6 +23,6 @@ from hf_entmax.analysis.plots.heads import (
 
 __all__ = [
     "alpha_against_density", "alpha_histograms", "alpha_per_head", "alpha_trajectories", "attention_map",
-    "attention_maps", "density_by_site", "density_histograms", "distance_profile", "entmax_curves", "head_diversity",
-    "head_importance", "head_roles", "positional_heads", "sorted_density",
+    "attention_maps", "circuit", "density_by_site", "density_histograms", "distance_profile", "entmax_curves",
+    "faithfulness_curves", "head_diversity", "head_importance", "head_roles", "positional_heads", "sorted_density",
 ]  # fmt: skip
