@@ -13,7 +13,7 @@ import pytest
 
 numba = pytest.importorskip("numba")
 
-from hf_entmax.ops.numba_cpu import compiler, solvers  # noqa: E402
+from hf_entmax.ops.numba_cpu import compiler, kernels, threshold  # noqa: E402
 
 
 def test_machine_code_that_cannot_be_kept(tmp_path, monkeypatch, caplog):
@@ -122,19 +122,20 @@ def test_only_the_solvers_of_these_alphas_are_compiled(monkeypatch):
 
     asked = []
     monkeypatch.setattr(compiler, "prepare", lambda now, soon=(): asked.append(list(now)))
-    monkeypatch.setattr(compiler, "kernel", lambda name: compiler.Kernel(len(name), lambda _: None))
+    monkeypatch.setattr(kernels, "kernel", lambda name: compiler.Kernel(len(name), lambda _: None))
     cases = {
         (1.5,): ["forward", "square"],
         (1.0, 2.0): ["forward", "softmax", "linear"],
-        (1.7, 1.5): ["forward", "square", "general", "batch"],
-        (1.1,): ["forward", "general", "even_rows"],
-        (3.0,): ["forward", "steep"],
+        (1.7, 1.5): ["forward", "square", "general", "short_rows"],
+        (1.1,): ["forward", "general", "full_rows"],
+        (3.0,): ["forward", "above_two"],
     }
     for alphas, expected in cases.items():
-        found = solvers.find_solvers(np.array(alphas) - 1.0, "forward")
+        found = kernels.find_solvers(np.array(alphas) - 1.0, "forward")
         assert asked.pop() == expected
-        assert found.single.tolist() == [len(solvers.solver_name(alpha - 1.0)) for alpha in alphas]
-        assert bool(found.batch) == ("batch" in expected) and bool(found.even_rows) == ("even_rows" in expected)
+        assert found.single.tolist() == [len(threshold.solver_name(alpha - 1.0)) for alpha in alphas]
+        assert bool(found.short_rows) == ("short_rows" in expected)
+        assert bool(found.full_rows) == ("full_rows" in expected)
 
 
 _STEP = """

@@ -15,7 +15,7 @@ import torch
 from hf_entmax.ops import numba_cpu
 from hf_entmax.ops.numba_cpu.row_host import solve_rows
 from hf_entmax.ops import exact_sparse_attention, sketch_keys
-from hf_entmax.ops.numba_cpu import exact_host, host, row_host
+from hf_entmax.ops.numba_cpu import exact_host, host, row_host, runtime
 from hf_entmax.ops.options import AttentionOptions
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -29,7 +29,7 @@ def guarded(size):
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1), offset=pages * PAGE - max(size, 1))
     return tensor.fill_(127)
 
-host.storage = row_host.storage = exact_host.storage = guarded
+runtime.storage = host.storage = row_host.storage = exact_host.storage = guarded
 host._SMALL_STORAGE = 0
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -31,10 +31,10 @@ def without_kernel(monkeypatch):
 
 @pytest.mark.parametrize("record", ["RECORD", "ROWS_RECORD"])
 def test_records_lie_in_memory_as_the_kernels_read_them(record):
-    from hf_entmax.ops.numba_cpu import arguments
+    from hf_entmax.ops.numba_cpu import layout
 
-    dtype = getattr(arguments, record)
-    kind = arguments.structure(dtype)
+    dtype = getattr(layout, record)
+    kind = layout.structure(dtype)
     assert ctypes.sizeof(kind) == dtype.itemsize
     assert {name: getattr(kind, name).offset for name in dtype.names} == {n: dtype.fields[n][1] for n in dtype.names}
     with pytest.raises(AttributeError):

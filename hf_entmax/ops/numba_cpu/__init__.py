@@ -49,10 +49,11 @@ def compile_kernels(report: Callable[[str], None]) -> str | None:
     Returns:
         The folder of the machine code, or None where it cannot be kept.
     """
-    from . import compiler
+    from .compiler import cache_folder
+    from .kernels import compile_all
 
-    compiler.compile_all(report)
-    folder = compiler.cache_folder()
+    compile_all(report)
+    folder = cache_folder()
     return None if folder is None else str(folder)
 
 

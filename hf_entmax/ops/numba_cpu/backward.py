@@ -16,43 +16,16 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
-from .dropout import drop_dense, drop_sparse, dropout_key
-from .forward import place_row
-from .jit import jit
-from .partition import block_rows, dense_row_bytes, item_blocks, stored_row
+from .intrinsics import jit
+from .rows import block_rows, dense_row_bytes, drop_dense, drop_sparse, dropout_key, item_blocks, place_row, stored_row
 from .simd import (
-    LANES,
-    atomic_increment,
-    both,
-    first_lanes,
-    greater,
-    load,
-    max_lanes,
-    maximum,
-    muladd,
-    read_f32,
-    read_f64,
-    read_i32,
-    select,
-    splat,
-    store,
-    sum_lanes,
-    write_f32,
-    write_f64,
-)
+    LANES, atomic_increment, both, first_lanes, greater, load, max_lanes, maximum, muladd, read_f32, read_f64, read_i32,
+    select, splat, store, sum_lanes, write_f32, write_f64,
+)  # fmt: skip
 from .tiles import (
-    PANEL,
-    TILE_VECTORS,
-    add_to_rows,
-    copy_floats,
-    copy_scaled,
-    dots_of_gathered_rows,
-    pack_panels,
-    product,
-    product_of_seen,
-    sum_rows,
-    zero_floats,
-)
+    PANEL, TILE_VECTORS, add_to_rows, copy_floats, copy_scaled, dots_of_gathered_rows, pack_panels, product,
+    product_of_seen, sum_rows, zero_floats,
+)  # fmt: skip
 from .vecmath import exp, exp_remainder, log, remainder_ratio, tanh
 
 _f = np.float32

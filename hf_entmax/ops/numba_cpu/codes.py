@@ -7,29 +7,13 @@ from numba import types
 
 from hf_entmax.ops.sketch_format import PLANES
 
-from .jit import jit
+from .intrinsics import (
+    F32, I16, I32, I64, I8, LANES, LLVM_FLOATS, LLVM_INTS, broadcast, call_llvm, floats, fused_multiply_add,
+    int_constant, jit, operation, pointer, store_vector, target_features,
+)  # fmt: skip
 from .layout import WEIGHT_PLANES
 from .simd import load, read_u8, splat, store, write_u8
 from .tiles import _Loop
-from .vector_types import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    LLVM_FLOATS,
-    LLVM_INTS,
-    broadcast,
-    call_llvm,
-    floats,
-    fused_multiply_add,
-    int_constant,
-    operation,
-    pointer,
-    store_vector,
-    target_features,
-)
 
 _HAS_VNNI, _HAS_F16C = ("+avx512vnni" in target_features(), "+f16c" in target_features())
 _SHORTS, _BYTES = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)

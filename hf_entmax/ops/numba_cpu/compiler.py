@@ -1,7 +1,7 @@
-"""Compiling the kernels once per user and machine, two at a time, and keeping their machine code on disk.
+"""Compiling functions once per user and machine, two at a time, and keeping their machine code on disk.
 
 Numba compiles one function at a time in a process, so a second process compiles what else will be needed into the same
-cache. It runs this file alone, without PyTorch.
+cache. It imports `kernels`, where the functions are, without PyTorch. Here they are only names.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 # The files that no kernel is made of.
 _HOST_FILES = {
-    "__init__.py", "function.py", "host.py", "row_host.py", "exact_host.py", "support.py", "runtime.py", "compiler.py",
+    "__init__.py", "compiler.py", "exact_host.py", "function.py", "host.py", "row_host.py", "runtime.py", "support.py",
 }  # fmt: skip
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# Imports this file without what the packages around it import.
+# Imports the kernels without what the packages around them import.
 _HELPER = """
 import sys, types
 for name, path in zip(sys.argv[1:4], sys.argv[4:7]):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 import importlib
-importlib.import_module(sys.argv[3] + ".compiler").compile_and_say(sys.argv[7:])
+importlib.import_module(sys.argv[3] + ".kernels").compile_and_say(sys.argv[7:])
 """
 
 
@@ -114,7 +114,7 @@ def _digest() -> str:
     import llvmlite
     import numba
 
-    from .vector_types import target_features
+    from .intrinsics import target_features
 
     digest = hashlib.sha256()
     folder = pathlib.Path(__file__).parent
@@ -198,7 +198,7 @@ def _compile(function: Callable[..., Any], signature: Any) -> Kernel:
     return Kernel(compiled.address, _CALLBACK(compiled.address))
 
 
-def _known(name: str, folder: pathlib.Path | None) -> bool:
+def _on_disk(name: str, folder: pathlib.Path | None) -> bool:
     return folder is not None and (folder / f"{name}.done").exists()
 
 
@@ -215,21 +215,20 @@ def _say_once(folder: pathlib.Path | None, name: str) -> None:
     _said.add(purpose)
 
 
-def kernel(name: str) -> Kernel:
-    """The kernel of a name in `kernels.KERNELS`, compiled or loaded from disk at the first call."""
-    known = _kernels.get(name)
-    if known is not None:
-        return known
+def known(name: str) -> Kernel | None:
+    """A kernel that this process has compiled or loaded already."""
+    return _kernels.get(name)
+
+
+def load(name: str, signature: Any, function: Callable[..., Any]) -> Kernel:
+    """Compile a kernel or load it from disk, unless another thread did so meanwhile."""
     with _state.lock:
         if name not in _kernels:
-            from .kernels import KERNELS
-
             folder = cache_folder()
-            if not _known(name, folder):
+            if not _on_disk(name, folder):
                 _say_once(folder, name)
             if _state.helper is not None:
                 _state.helper.wait_for(name)
-            signature, function = KERNELS[name]
             compiled = _compile(_placed(function, folder), signature)
             if folder is not None:
                 with contextlib.suppress(OSError):
@@ -244,7 +243,7 @@ def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
         return
     with _state.lock:
         folder = cache_folder()
-        missing = [n for n in dict.fromkeys((*now, *soon)) if n not in _kernels and not _known(n, folder)]
+        missing = [n for n in dict.fromkeys((*now, *soon)) if n not in _kernels and not _on_disk(n, folder)]
         busy = _state.helper is not None and _state.helper.remaining
         if folder is None or len(missing) < 2 or busy or not _can_start_helper():
             return
@@ -260,21 +259,6 @@ def _can_start_helper() -> bool:
     return ordinary and cores > 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
 
 
-def compile_and_say(names: Iterable[str]) -> None:
-    """Compile kernels one after the other and print the name of each that is ready: what the second process does."""
+def be_quiet() -> None:
+    """Say nothing short of an error: the second process works for the first, which has said what there is to say."""
     logger.setLevel(logging.ERROR)
-    for name in names:
-        kernel(name)
-        with contextlib.suppress(OSError):
-            print(name, flush=True)
-
-
-def compile_all(report: Callable[[str], None]) -> None:
-    """Compile every kernel that is not in the cache; ``report`` is called with the name of each that is ready."""
-    from .kernels import KERNELS
-
-    names = list(KERNELS)
-    prepare(names)
-    for name in names:
-        kernel(name)
-        report(name)

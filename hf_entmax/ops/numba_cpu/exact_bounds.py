@@ -13,23 +13,13 @@ from numba.np.numpy_support import carray
 from hf_entmax.ops.sketch_format import HALF_STEP
 
 from .codes import load_float16, magnitude, make_page, store_as_bytes
-from .jit import jit, jit_as
+from .intrinsics import jit, jit_as
 from .layout import BOUND_ROWS, LANES, VECTOR, WEIGHT_PLANES
 from .scores import row_limits
 from .simd import (
-    atomic_increment,
-    load,
-    max_lanes,
-    maximum,
-    muladd,
-    read_f32,
-    read_f64,
-    round_nearest,
-    splat,
-    store,
-    sum_lanes,
+    atomic_increment, load, max_lanes, maximum, muladd, read_f32, read_f64, round_nearest, splat, store, sum_lanes,
     write_f32,
-)
+)  # fmt: skip
 from .tiles import copy_scaled
 
 _f = np.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from hf_entmax.ops.exact.bounds import score_rounding
 from hf_entmax.ops.options import AttentionOptions
 
-from . import layout, runtime
-from .arguments import EXACT_RECORD, structure
+from . import layout
 from .function import in_rows_layout
 from .host import as_rows, as_term, describe, limits_and_mask
-from .solvers import find_solvers
-from .support import storage
+from .kernels import find_solvers, kernel
+from .layout import EXACT_RECORD, structure
+from .runtime import launch, storage
 
 if TYPE_CHECKING:
     from hf_entmax.ops.exact.sketch import KeySketch
@@ -78,11 +78,6 @@ def attend(
     threads = min(torch.get_num_threads(), 1 + rows * keys * key.shape[-1] // _PRODUCTS_PER_THREAD)
 
     pairs = batch * kv_heads
-    division = layout.bounds_scratch(r.depth_vectors, rows // pairs)
-    lists = layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1)
-    scratch = storage(threads * max(division["scratch_bytes"], lists["scratch_bytes"]))
-    counters = torch.zeros(4, dtype=torch.int64)
-    r.scratch = scratch.data_ptr()
     if pages and most >= r.least_u:
         r.codes, (r.codes_b, r.codes_h, _) = _place(sketch.codes)
         r.low, (r.low_b, r.low_h, _) = _place(sketch.low)
@@ -96,8 +91,8 @@ def attend(
         r.tops = r.upper + rows * r.upper_bytes
         r.widths = r.tops + 4 * rows * pages
         r.chunks = 1 if threads == 1 else max(1, min(-(-_ITEMS_PER_THREAD * threads // pairs), pages // 8))
-        _launch(bounds, r, division, counters.data_ptr(), pairs * r.chunks, threads)
-    _launch("exact_rows", r, lists, counters.data_ptr() + 16, rows, threads)
+        launch(kernel(bounds), r, pairs * r.chunks, threads, layout.bounds_scratch(r.depth_vectors, rows // pairs))
+    launch(kernel("exact_rows"), r, rows, threads, layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1))
     return in_rows_layout(out, value), counts[..., 0] if queries == 1 else counts.sum(-1)
 
 
@@ -105,13 +100,6 @@ def _place(tensor: Tensor) -> tuple[int, list[int]]:
     """The address of a tensor of four dimensions, or three, and its byte strides over the first three."""
     size = tensor.element_size()
     return tensor.data_ptr(), [size * step for step in tensor.stride()[:3]]
-
-
-def _launch(name: str, r: Any, division: dict[str, int], counters: int, items: int, threads: int) -> None:
-    for field, size in division.items():
-        setattr(r, field, size)
-    r.counters = counters
-    runtime.launch(name, r, items, min(threads, items))
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,39 +15,14 @@ from hf_entmax.ops.sketch_format import THRESHOLD_ROUNDINGS
 
 from .codes import FLOAT32, widen_row
 from .exact_bounds import copy_query, row_place
-from .jit import jit, jit_inline
+from .intrinsics import jit, jit_inline
 from .layout import VECTOR
 from .scores import MASKED_BELOW, add_terms, candidates, cap, mask_allows, row_limits, row_maximum, term_row
 from .simd import (
-    LANES,
-    atomic_increment,
-    both,
-    compress,
-    compress_index,
-    count,
-    first_lanes,
-    greater,
-    indices,
-    load,
-    load_bytes,
-    load_index,
-    max_lanes,
-    maximum,
-    muladd,
-    read_f32,
-    read_f64,
-    read_i32,
-    read_i64,
-    read_u8,
-    select,
-    splat,
-    store,
-    store_index,
-    sum_lanes,
-    write_f32,
-    write_i32,
-    write_i64,
-)
+    LANES, atomic_increment, both, compress, compress_index, count, first_lanes, greater, indices, load, load_bytes,
+    load_index, max_lanes, maximum, muladd, read_f32, read_f64, read_i32, read_i64, read_u8, select, splat, store,
+    store_index, sum_lanes, write_f32, write_i32, write_i64,
+)  # fmt: skip
 from .threshold import PADDING, keep_support, solve_row
 from .tiles import dots_of_gathered_rows, dots_of_rows, product, sum_rows, zero_floats
 from .vecmath import TINY, exp, log

@@ -7,59 +7,24 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
-from . import solvers
-from .arguments import DONE
-from .calls import call_batch, call_even_rows
-from .dropout import drop_dense, drop_sparse, dropout_key
-from .jit import jit
-from .layout import BATCH_WIDTH, ROW_LIMITS
-from .partition import block_rows, dense_row_bytes, item_blocks, stored_row
+from .intrinsics import call_full_rows, call_short_rows, jit
+from .layout import BATCH_WIDTH, DONE, ROW_LIMITS
+from .row_groups import belongs, collect, keep_lane, row_of_lane
+from .rows import block_rows, dense_row_bytes, drop_dense, drop_sparse, dropout_key, item_blocks, place_row, stored_row
 from .scores import (
-    MASKED_BELOW,
-    add_terms,
-    candidates,
-    count_candidates,
-    noted_limits,
-    relative,
-    row_limits,
-    row_maximum,
-)
-from .simd import (
-    LANES,
-    atomic_increment,
-    read_f64,
-    read_i64,
-    store,
-    write_f32,
-    write_i32,
-    write_i64,
-)
-from .small_rows import belongs, collect, keep_lane, row_of_lane
-from .threshold import NO_COLUMNS, count_positive, keep_support, solve_row
+    MASKED_BELOW, add_terms, candidates, count_candidates, noted_limits, relative, row_limits, row_maximum,
+)  # fmt: skip
+from .simd import LANES, atomic_increment, read_f64, read_i64, store, write_f32, write_i32, write_i64
+from .threshold import NO_COLUMNS, count_positive, keep_support, solve_row, solved_as_full_rows
 from .tiles import (
-    PANEL,
-    TILE_VECTORS,
-    copy_floats,
-    copy_scaled,
-    dots_of_rows,
-    pack_panels,
-    product,
-    product_of_seen,
-    sum_rows,
-    write_row,
-    zero_floats,
-)
+    PANEL, TILE_VECTORS, copy_floats, copy_scaled, dots_of_rows, pack_panels, product, product_of_seen, sum_rows,
+    write_row, zero_floats,
+)  # fmt: skip
 
 _f = np.float32
-solved_as_even_rows = jit(solvers.solved_as_even_rows)
+_takes_full_rows = jit(solved_as_full_rows)
 # Share of candidates from which a row may turn out dense.
 _NEARLY_ALL = 0.875
-
-
-@jit
-def place_row(r, h_kv, row):
-    """Query head and query of a row."""
-    return h_kv * r.groups + row // r.queries, row % r.queries
 
 
 @jit
@@ -173,21 +138,21 @@ def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, targe
     """
     u = read_f64(r.alpha + 8 * h) - 1.0
     p_row = dense_row_bytes(high - low, r.store_gradient)
-    even = solved_as_even_rows(u)
+    full = _takes_full_rows(u)
     total = 0
-    if even:
+    if full:
         for t in range(0, rows, LANES):
             line, place = scores + 4 * (r.span * t - origin), limits + ROW_LIMITS * t
             weights, group, scratch = target + p_row * t, min(LANES, rows - t), buffers + 2 * r.row_bytes
-            if not call_even_rows(
-                r.solve_even_rows, place, line, 4 * r.span, group, low, u, weights, p_row, scratch, r.row_bytes
+            if not call_full_rows(
+                r.solve_full_rows, place, line, 4 * r.span, group, low, u, weights, p_row, scratch, r.row_bytes
             ):
                 return -1
     for t in range(rows):
         row_low, row_high, top = noted_limits(limits, t)
         line = target + p_row * t
         p, n = line + 4 * (row_low - low), row_high - row_low
-        if not even:
+        if not full:
             s = scores + 4 * (r.span * t - origin)
             relative(s, row_low, row_high, top, buffers)
             solve_row(read_i64(r.solvers + 8 * h), buffers, NO_COLUMNS, p, buffers + r.row_bytes, n, u)
@@ -223,7 +188,7 @@ def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers
             position = _note_row(r, first_row + t, position, n)
             total += n
         if waiting == LANES or (waiting > 0 and t == rows - 1):
-            call_batch(r.solve_batch, batch, waiting)
+            call_short_rows(r.solve_short_rows, batch, waiting)
             for lane in range(waiting):
                 n = keep_lane(batch, lane, position)
                 position = _note_row(r, row_of_lane(batch, lane), position, n)

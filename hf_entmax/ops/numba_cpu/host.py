@@ -12,10 +12,12 @@ from torch import Tensor
 
 from hf_entmax.ops.sparse_rows import SparseRows
 
-from . import layout, runtime
-from .arguments import RECORD, structure
-from .solvers import attention_solvers
-from .support import Support, storage
+from . import layout
+from .kernels import attention_solvers, kernel
+from .layout import RECORD, structure
+from .runtime import launch, storage
+from .support import Support
+from .tiles import PANEL
 
 _Record = structure(RECORD)
 # Bytes of scores that a thread holds at a time; with a panel of K and the rows' scratch this fits a 1 MiB L2 cache.
@@ -173,8 +175,6 @@ class Call:
         """Cut the rows into blocks and the blocks into items."""
         r = self.record
         batch, _, queries, keys = self.shape
-        from .tiles import PANEL  # loads Numba
-
         padded = -(-keys // PANEL) * PANEL
         stacked = queries < 4
         span = padded
@@ -200,19 +200,8 @@ class Call:
         self.chunks, self.block_rows, self.items = chunks, block_rows, pairs * chunks
         self.span, self.padded = span, padded
 
-    def _divide_scratch(self, division: dict[str, int]) -> None:
-        for name, value in division.items():
-            setattr(self.record, name, value)
-
-    def _launch(self, name: str, items: int) -> np.ndarray:
-        r = self.record
-        threads = max(1, min(self.threads, items))
-        scratch = storage(threads * r.scratch_bytes)
-        counters = np.zeros(4, np.int64)
-        r.scratch = scratch.data_ptr()
-        r.counters = counters.ctypes.data
-        runtime.launch(name, self.record, items, threads)
-        return counters
+    def _launch(self, name: str, items: int, scratch: dict[str, int] | None = None) -> np.ndarray:
+        return launch(kernel(name), self.record, items, self.threads, scratch)
 
     def forward(self, keep: bool, store_gradient: bool) -> tuple[Tensor, Tensor | None, Support | None]:
         """Output [B, H, T_q, D_v padded] and weights in float32, and the support if it is to be kept."""
@@ -226,7 +215,7 @@ class Call:
         row_size, row_start = torch.empty((2, rows), dtype=torch.int32)
         progress = np.zeros(self.items, np.int64)
         solve = attention_solvers((self.alpha - 1.0).tobytes(), keep)
-        r.solvers, r.solve_batch, r.solve_even_rows = solve.table, solve.batch, solve.even_rows
+        r.solvers, r.solve_short_rows, r.solve_full_rows = solve.table, solve.short_rows, solve.full_rows
         _set_rows(r, "out", out)
         r.weights = 0 if weights is None else weights.data_ptr()
         r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()
@@ -235,9 +224,7 @@ class Call:
         r.keep, r.store_gradient = int(keep), int(store_gradient)
 
         block_rows = self.block_rows
-        self._divide_scratch(
-            layout.forward_scratch(r.depth_vectors, self.padded, block_rows, self.span, bool(r.direct))
-        )
+        scratch = layout.forward_scratch(r.depth_vectors, self.padded, block_rows, self.span, bool(r.direct))
         r.block_bytes = block_bytes = layout.block_bytes(block_rows, keys, store_gradient)
         threads = max(1, min(self.threads, self.items))
         most = rows * keys * layout.entry_bytes(store_gradient)
@@ -253,7 +240,7 @@ class Call:
             slabs.append(storage(count * slab_bytes))
             places = slabs[-1].data_ptr() + slab_bytes * np.arange(count, dtype=np.int64)
             r.slabs, r.n_slabs, r.slab_bytes = places.ctypes.data, count, slab_bytes
-            counters = self._launch("forward", self.items)
+            counters = self._launch("forward", self.items, scratch)
             if not counters[3]:
                 break
             count *= 2
@@ -316,8 +303,8 @@ class Call:
             dv = self._key_gradient("dv", self.value)
         dalpha = np.zeros((self.chunks, batch, heads))
         r.dalpha = dalpha.ctypes.data if want_alpha else 0
-        self._divide_scratch(layout.backward_scratch(r.value_vectors, self.padded, self.block_rows, self.span))
-        self._launch("backward", self.items)
+        scratch = layout.backward_scratch(r.value_vectors, self.padded, self.block_rows, self.span)
+        self._launch("backward", self.items, scratch)
         if self.chunks > 1:
             dk = None if dk is None else dk.sum(0)
             dv = None if dv is None else dv.sum(0)

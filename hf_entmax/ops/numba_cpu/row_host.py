@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_entmax.ops.solve import RowSolution
 
-from . import layout, runtime
-from .arguments import ROWS_RECORD, structure
-from .solvers import find_solvers
-from .support import storage
+from . import layout
+from .kernels import find_solvers, kernel
+from .layout import ROWS_RECORD, structure
+from .runtime import launch, storage
 
 _Record = structure(ROWS_RECORD)
 # Rows that a thread takes at a time: enough to fill the lanes, few enough to share them out.
@@ -49,17 +49,9 @@ class _Call:
         r.rows, r.length = self.rows, self.length
         r.group = max(1, min(_MOST_ROWS, self.rows // (_GROUPS_PER_THREAD * self.threads)))
 
-        for name, value in layout.rows_scratch(self.length).items():
-            setattr(r, name, value)
-
     def launch(self, name: str) -> None:
-        r = self.record
-        groups = -(-self.rows // int(r.group))
-        threads = max(1, min(self.threads, groups))
-        scratch = storage(threads * r.scratch_bytes)
-        counters = np.zeros(2, np.int64)
-        r.scratch, r.counters = scratch.data_ptr(), counters.ctypes.data
-        runtime.launch(name, self.record, groups, threads)
+        groups = -(-self.rows // int(self.record.group))
+        launch(kernel(name), self.record, groups, self.threads, layout.rows_scratch(self.length))
 
 
 def solve_rows(
@@ -86,8 +78,8 @@ def solve_rows(
     counts = torch.zeros(n, dtype=torch.int64)
     slot_bytes = layout.slot_bytes(length)
     slots = storage(n * slot_bytes)
-    solve = find_solvers(call.u, "solve_rows", ("write_rows", "general", "batch", "recompute_rows"))
-    r.solvers, r.solver_step, r.solve_batch = solve.table, int(r.u_step), solve.batch
+    solve = find_solvers(call.u, "solve_rows", ("write_rows", "general", "short_rows", "recompute_rows"))
+    r.solvers, r.solver_step, r.solve_short_rows = solve.table, int(r.u_step), solve.short_rows
     for name, tensor in (("maximum", maximum), ("shift", shift), ("scale", scale), ("conjugate", conjugate)):
         setattr(r, name, tensor.data_ptr())
     r.counts, r.slots, r.slot_bytes = counts.data_ptr(), slots.data_ptr(), slot_bytes

@@ -12,34 +12,14 @@ import math
 import numpy as np
 from numba.np.numpy_support import carray
 
-from .calls import call_batch
-from .jit import jit, jit_inline
+from .intrinsics import call_short_rows, jit, jit_inline
+from .row_groups import belongs, collect, keep_lane, row_of_lane
 from .scores import candidates, row_maximum
 from .simd import (
-    LANES,
-    atomic_increment,
-    first_lanes,
-    greater,
-    load,
-    max_lanes,
-    maximum,
-    muladd,
-    read_f32,
-    read_f64,
-    read_i32,
-    read_i64,
-    select,
-    splat,
-    store,
-    sum_lanes,
-    write_f32,
-    write_f64,
-    write_i32,
-    write_i64,
-)
-from .small_rows import belongs, collect, keep_lane, row_of_lane
-from .solvers import SMALL_U, SOFTMAX_U
-from .threshold import LOWEST_Y, keep_support, solve_row
+    LANES, atomic_increment, first_lanes, greater, load, max_lanes, maximum, muladd, read_f32, read_f64, read_i32,
+    read_i64, select, splat, store, sum_lanes, write_f32, write_f64, write_i32, write_i64,
+)  # fmt: skip
+from .threshold import LOWEST_Y, SMALL_U, SOFTMAX_U, keep_support, solve_row
 from .tiles import zero_floats
 from .vecmath import TINY, exp, log
 
@@ -188,7 +168,7 @@ def _solve_item(r, first, last, scratch):
                 weight, score = (_largest(p, n), 0.0) if u <= 1.0 else _smallest(p, x, n)
                 _note(r, row, keep_support(p, index, n, slot), u, top, weight, score, total, expected)
         if waiting == LANES or (waiting > 0 and row == last - 1):
-            call_batch(r.solve_batch, batch, waiting)
+            call_short_rows(r.solve_short_rows, batch, waiting)
             for lane in range(waiting):
                 place = row_of_lane(batch, lane)
                 slot = r.slots + r.slot_bytes * place

@@ -13,12 +13,15 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from .compiler import Kernel, kernel
+from .compiler import Kernel
 
 
 class _State:
@@ -74,16 +77,34 @@ def _run_in_pool(run: Kernel, record: int, threads: int) -> None:
             helper.result()
 
 
-def launch(name: str, record: ctypes.Structure, items: int, threads: int) -> None:
-    """Run a kernel over ``items`` work items, on no more threads than these and those of the record's scratch memory; wait for it."""
-    run = kernel(name)
+def storage(size: int) -> Tensor:
+    """Memory for the kernels, in bytes."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def launch(run: Kernel, record: Any, items: int, threads: int, scratch: Mapping[str, int] | None = None) -> np.ndarray:
+    """Run a kernel over ``items`` work items and wait for it.
+
+    Args:
+        run: the kernel.
+        record: its record, in which the memory of this launch is noted.
+        items: how many pieces of work the threads share.
+        threads: the most threads that take part.
+        scratch: how the scratch of a thread is divided, from `layout`; by default as at the launch before.
+
+    Returns:
+        The four counters of the record, int64, as the kernel left them.
+    """
+    for name, size in (scratch or {}).items():
+        setattr(record, name, size)
+    threads = max(1, min(threads, items))
+    memory, counters = storage(threads * record.scratch_bytes), np.zeros(4, np.int64)
+    record.scratch, record.counters = memory.data_ptr(), counters.ctypes.data
     address = ctypes.addressof(record)
-    threads = min(threads, items)
-    if threads <= 1:
+    if threads == 1:
         run.call(address)
-        return
-    parallel = _openmp()
-    if parallel is None:
+    elif (parallel := _openmp()) is None:
         _run_in_pool(run, address, threads)
     else:
         parallel(run.address, address, threads, 0)
+    return counters

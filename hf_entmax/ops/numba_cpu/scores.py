@@ -7,33 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import jit, jit_inline
+from .intrinsics import jit, jit_inline
 from .layout import ROW_LIMITS
 from .simd import (
-    LANES,
-    both,
-    compress,
-    compress_index,
-    count,
-    either,
-    first_lanes,
-    greater,
-    indices,
-    is_nan,
-    load,
-    load_bytes,
-    max_lanes,
-    maximum,
-    no_lanes,
-    read_f32,
-    read_i32,
-    read_i64,
-    read_u8,
-    select,
-    splat,
-    store,
-    write_f32,
-)
+    LANES, both, compress, compress_index, count, either, first_lanes, greater, indices, is_nan, load, load_bytes,
+    max_lanes, maximum, no_lanes, read_f32, read_i32, read_i64, read_u8, select, splat, store, write_f32,
+)  # fmt: skip
 from .vecmath import tanh
 
 _f = np.float32

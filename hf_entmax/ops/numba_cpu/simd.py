@@ -1,4 +1,4 @@
-"""Operations on vectors of sixteen lanes (see `vector_types`): memory, arithmetic, comparison, compaction, bits."""
+"""Operations on vectors of sixteen lanes (see `intrinsics`): memory, arithmetic, comparison, compaction, bits."""
 
 from __future__ import annotations
 
@@ -6,29 +6,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .vector_types import (
-    F32,
-    HAS_AVX512,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    LLVM_FLOATS,
-    LLVM_INTS,
-    LLVM_MASK,
-    broadcast,
-    call_llvm,
-    floats,
-    fused_multiply_add,
-    int_constant,
-    ints,
-    lanes,
-    load_vector,
-    operation,
-    pointer,
-    store_vector,
-)
+from .intrinsics import (
+    F32, HAS_AVX512, I8, I16, I32, I64, LANES, LLVM_FLOATS, LLVM_INTS, LLVM_MASK, broadcast, call_llvm, floats,
+    fused_multiply_add, int_constant, ints, lanes, load_vector, operation, pointer, store_vector,
+)  # fmt: skip
 
 
 @operation(floats, types.float32)

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-
-
-def storage(size: int) -> Tensor:
-    """Memory for the kernels, in bytes."""
-    return torch.empty(size, dtype=torch.uint8)
+from .runtime import storage
 
 
 @dataclass

@@ -9,9 +9,9 @@ the positive part of something affine in c, hence convex in c, so Newton's metho
 started at ``c = 0``, where ``S >= 1``, climbs to the solution without ever passing it. It is exact after one step when all
 candidates are equal, and for every row as u -> 0 (softmax). Since c only grows, candidates that fall to zero are dropped for good.
 Long rows start where n equal candidates with the same mean (and, where it is small, the same variance) would end.
-For ``u > 1`` the function is not convex: see `steep`.
+For ``u > 1`` the function is not convex: see `above_two`.
 
-The solvers of this file and of `steep` take the same arguments:
+The solvers of this file and of `above_two` take the same arguments:
 
     x: address of the candidates, relative to the row's maximum (so all <= 0, one of them 0), padded; overwritten.
     index: address of their columns (int32), compacted along with ``x``; 0 if no candidate is to be dropped.
@@ -29,32 +29,21 @@ import math
 
 import numpy as np
 
-from .calls import call_solver
-from .jit import jit, jit_inline
+from .intrinsics import call_solver, jit, jit_inline
 from .simd import (
-    LANES,
-    compress,
-    compress_index,
-    count,
-    first_lanes,
-    greater,
-    load,
-    load_index,
-    maximum,
-    muladd,
-    select,
-    splat,
-    store,
-    sum_lanes,
-    write_f32,
-)
-from .solvers import SMALL_U
+    LANES, compress, compress_index, count, first_lanes, greater, load, load_index, maximum, muladd, select, splat,
+    store, sum_lanes, write_f32,
+)  # fmt: skip
 from .vecmath import TINY, exp, log, rough_power
 
 _f = np.float32
 _ZERO, _ONE = _f(0.0), _f(1.0)
 # Fills the lanes after the last candidate: so low that its weight is zero for every alpha.
 PADDING = _f(-1e30)
+#: Below this ``u = alpha - 1`` the mapping is softmax to float32.
+SOFTMAX_U = 1e-8
+#: Below this u the argument ``1 + u (x - c)`` is too close to 1 to hold the digits of ``u (x - c)``.
+SMALL_U = 0.25
 # Rough sums are off by a few 1e-4 of S; going back by this much keeps the accurate steps on the safe side.
 _ROUGH_MARGIN = 5e-4
 _ROUGH_FLOOR = _f(1e-6)
@@ -65,10 +54,25 @@ EXPAND_BELOW = _f(0.03)
 # Rows of more candidates start from their mean and variance, and need no rough steps where these say nearly all.
 _LONG = 64
 _EVEN = 0.3
-
-
 #: In the place of ``index``: no candidate is to be dropped.
 NO_COLUMNS = np.int64(0)
+
+
+def solver_name(u: float) -> str:
+    """The name in `kernels.KERNELS` of the solver that takes a row by itself."""
+    if u < SOFTMAX_U:
+        return "softmax"
+    return {0.5: "square", 1.0: "linear"}.get(u, "general" if u < 1.0 else "above_two")
+
+
+def solved_as_short_rows(u):
+    """Whether rows with few candidates are solved sixteen at a time: there is no closed form, and no delicate limit."""
+    return SMALL_U <= u < 1.0 and u != 0.5
+
+
+def solved_as_full_rows(u):
+    """Whether rows of which nearly every score is a candidate are solved sixteen at a time, where they stand."""
+    return SOFTMAX_U <= u < SMALL_U
 
 
 @jit_inline

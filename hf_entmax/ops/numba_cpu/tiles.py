@@ -11,10 +11,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from . import vector_types
-from .jit import jit
+from . import intrinsics
+from .intrinsics import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, jit, load_vector, operation, pointer, store_vector
 from .simd import count, either, is_nan, load, no_lanes, read_f32, read_i32, splat, store, write_f32
-from .vector_types import HAS_AVX512, LANES, LLVM_FLOATS, LLVM_INTS, load_vector, operation, pointer, store_vector
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
@@ -68,7 +67,7 @@ class _Loop:
 
 
 def _load_scalar(builder, address):
-    return vector_types.broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
+    return intrinsics.broadcast(builder, builder.load(pointer(builder, address, _F32), align=4))
 
 
 def _make_product_tile(rows: int, vectors: int):
@@ -85,7 +84,7 @@ def _make_product_tile(rows: int, vectors: int):
             scalar = _load_scalar(builder, builder.add(step_a, offsets[r]))
             for v in range(vectors):
                 updated.append(
-                    vector_types.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v])
+                    intrinsics.fused_multiply_add(builder, scalar, columns[v], loop.carried[r * vectors + v])
                 )
         totals = loop.close(updated)
         targets = [
@@ -201,7 +200,7 @@ def _horizontal_sums(builder, vectors):
     return vectors[0]
 
 
-@operation(vector_types.floats, types.int64)
+@operation(intrinsics.floats, types.int64)
 def row_sums(builder, address):
     """The sums over lanes of sixteen consecutive vectors at ``address``."""
     return _horizontal_sums(builder, [load_vector(builder, builder.add(address, _I64(64 * i))) for i in range(LANES)])
@@ -215,7 +214,7 @@ def _gathered_row(builder, index, k, base, row_bytes):
 
 
 def _make_dots(gathered: bool):
-    @operation(vector_types.floats, *[types.int64] * 6)
+    @operation(intrinsics.floats, *[types.int64] * 6)
     def dots(builder, x, index, last, base, row_bytes, vectors):
         """The dot products of ``x`` with sixteen rows; rows past ``last`` repeat it."""
         rows = []
@@ -230,7 +229,7 @@ def _make_dots(gathered: bool):
         shared = load_vector(builder, builder.add(x, offset))
         totals = loop.close(
             [
-                vector_types.fused_multiply_add(builder, shared, load_vector(builder, builder.add(row, offset)), total)
+                intrinsics.fused_multiply_add(builder, shared, load_vector(builder, builder.add(row, offset)), total)
                 for row, total in zip(rows, loop.carried, strict=True)
             ]
         )
@@ -252,7 +251,7 @@ def _make_weighted_sum(vectors: int):
             scalar = _load_scalar(builder, builder.add(weight, builder.shl(k, _I64(2))))
             row = _gathered_row(builder, index, k, base, row_bytes)
             return [
-                vector_types.fused_multiply_add(
+                intrinsics.fused_multiply_add(
                     builder, scalar, load_vector(builder, builder.add(row, _I64(64 * v))), total
                 )
                 for v, total in enumerate(totals)
@@ -284,7 +283,7 @@ def _make_scatter(vectors: int):
             place = builder.add(row, _I64(64 * v))
             store_vector(
                 builder,
-                vector_types.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)),
+                intrinsics.fused_multiply_add(builder, scalar, held[v], load_vector(builder, place)),
                 place,
             )
         loop.close([])

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import jit_inline
+from .intrinsics import jit_inline
 from .simd import (
-    binary_exponent,
-    binary_mantissa,
-    greater,
-    maximum,
-    muladd,
-    round_nearest,
-    scale_by_power_of_two,
-    select,
-    splat,
-)
+    binary_exponent, binary_mantissa, greater, maximum, muladd, round_nearest, scale_by_power_of_two, select, splat,
+)  # fmt: skip
 
 _f = np.float32
 _LOG2E = _f(1.4426950408889634)

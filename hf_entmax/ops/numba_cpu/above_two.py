@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from .jit import jit
+from .intrinsics import jit
 from .simd import read_f32, write_f32, write_i32
 
 _f = np.float32
@@ -120,7 +120,7 @@ def _solve_for_last_weight(x, p, n, u, last):
         m = proposal if low < proposal < high else 0.5 * (low + high)
 
 
-def solve_steep(x, index, p, s, n, u):
+def solve_above_two(x, index, p, s, n, u):
     """Any alpha above 2; arguments as for the solvers of `threshold`."""
     if not _solve_for_shift(x, p, n, u):
         _solve_for_last_weight(x, p, n, u, _last_candidate(x, s, n, u))

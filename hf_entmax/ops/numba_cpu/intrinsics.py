@@ -1,9 +1,9 @@
-"""A 16-lane float32 vector type for Numba, and the LLVM it stands for; the operations on it are in `simd`.
+"""The language that the kernels are written in: how functions are compiled, vectors of sixteen floats, calls by address.
 
 LLVM vectorises simple loops by itself, but not the three this backend lives on: a register-tiled product, a compaction
 (keep the lanes above a threshold) and a gather of dot products. They are written with explicit vectors instead. Sixteen
 lanes is one AVX-512 register; on narrower machines LLVM splits a vector into two or four registers, so the same source
-runs everywhere.
+runs everywhere. The operations on them are in `simd`.
 
 Addresses are plain int64 byte addresses: the kernels receive tensors as pointers with byte strides.
 """
@@ -16,12 +16,34 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import extending, types
+from numba import extending, njit, types
 from numba.core import cgutils, registry
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import lower_builtin, models, register_model
 
 from .layout import LANES
+
+
+# They are called from kernels alone, so Numba need not compile two more copies of each to be called from Python and C.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+#: A function that kernels call.
+jit: Any = njit(**_OPTIONS)
+#: A function that is to be compiled into each of its callers.
+jit_inline: Any = njit(forceinline=True, **_OPTIONS)
+
+
+def jit_as(name: str) -> Any:
+    """Compile a function made by a factory under a name of its own.
+
+    From the caches of two processes, the machine code of one such function would else run in the place of another's.
+    """
+
+    def compiled(function: Any) -> Any:
+        function.__qualname__ = name
+        return jit(function)
+
+    return compiled
 
 
 def operation(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -139,3 +161,33 @@ for _op, _method in (
     (operator.truediv, "fdiv"),
 ):
     _binary(_op, _method)
+
+
+# Functions that are compiled by themselves (see `kernels`) and called by their address: once for all kernels that use one,
+# only if something needs it, and not as a part of each of them.
+SOLVER = types.int64(*[types.int64] * 5, types.float64)
+SHORT_ROWS = types.void(types.int64, types.int64)
+FULL_ROWS = types.int64(*[types.int64] * 5, types.float64, *[types.int64] * 4)
+
+
+def _call(builder, result, address, *values):
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+
+
+@operation(SOLVER.return_type, types.int64, *SOLVER.args)
+def call_solver(builder, address, x, index, p, other, n, u):
+    """One of the solvers of `threshold` and `above_two`."""
+    return _call(builder, I64, address, x, index, p, other, n, u)
+
+
+@operation(SHORT_ROWS.return_type, types.int64, *SHORT_ROWS.args)
+def call_short_rows(builder, address, batch, rows):
+    """`row_groups.solve_short_rows`."""
+    _call(builder, ir.VoidType(), address, batch, rows)
+
+
+@operation(FULL_ROWS.return_type, types.int64, *FULL_ROWS.args)
+def call_full_rows(builder, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
+    """`row_groups.solve_full_rows`."""
+    return _call(builder, I64, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes)

@@ -1,42 +1,121 @@
-r"""Rows of which nearly every score is a candidate, for small u: solved where they stand, sixteen at a time.
+r"""Rows solved sixteen at a time: short ones, one per lane, and full ones, side by side.
 
-One row by itself is a chain: a sum over its scores, a logarithm, an exponential, the next sum. Here each phase runs over
-sixteen rows, whose sums are then finished side by side. The iteration is that of `threshold._solve_near_softmax`, started
-from mean and variance. Nothing is compacted: a row that ends up sparse is solved again by the other way.
+One row by itself is a chain: a sum over its scores, a logarithm, an exponential, the next sum. Here sixteen chains run at once.
+
+Short rows have few candidates. With a row in each lane nothing is summed over lanes; the iteration is that of `threshold`,
+without its rough steps.
+
+Of full rows nearly every score is a candidate, as for small u. Each phase runs over sixteen rows where they stand, and their
+sums are finished side by side. The iteration is that of `threshold._solve_near_softmax`, started from mean and variance.
+Nothing is compacted: a row that ends up sparse is solved again by the other way.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .jit import jit
-from .layout import GROUP_BYTES, GROUP_COUNT, GROUP_SHIFT, GROUP_STEP, GROUP_SUMS, ROW_LIMITS
+from .intrinsics import jit, jit_inline
+from .layout import (
+    BATCH_BY_CANDIDATE, BATCH_INDEX, BATCH_PLACE, BATCH_ROW, BATCH_SIZE, BATCH_SLOPES, BATCH_U, BATCH_WEIGHTS,
+    BATCH_WIDTH, GROUP_BYTES, GROUP_COUNT, GROUP_SHIFT, GROUP_STEP, GROUP_SUMS, ROW_LIMITS,
+)  # fmt: skip
 from .scores import noted_limits
 from .simd import (
-    LANES,
-    both,
-    count,
-    first_lanes,
-    greater,
-    load,
-    maximum,
-    muladd,
-    read_f32,
-    read_i64,
-    select,
-    splat,
-    store,
-    write_f32,
-)
-from .threshold import EXPAND_BELOW, expand_last_step, moments_near_softmax
-from .tiles import row_sums
-from .vecmath import expm1, log
+    LANES, both, count, first_lanes, greater, load, load_index, maximum, muladd, read_f32, read_i64, select, splat,
+    store, store_index, write_f32, write_i64,
+)  # fmt: skip
+from .threshold import EXPAND_BELOW, PADDING, expand_last_step, keep_support, moments_near_softmax, solved_as_short_rows
+from .tiles import row_sums, transpose_block
+from .vecmath import TINY, exp, expm1, log
 
 _f = np.float32
 _ZERO, _ONE = _f(0.0), _f(1.0)
 _MINUS_INFINITY = _f(-np.inf)
 # Relative scores below this are forbidden entries.
 _FORBIDDEN = _f(-1e30)
+_takes_short_rows = jit(solved_as_short_rows)
+
+
+@jit_inline
+def belongs(n, u):
+    """Whether a row is solved here."""
+    return 1 < n <= BATCH_WIDTH and _takes_short_rows(u)
+
+
+@jit
+def collect(batch, lane, x, index, n, u, place):
+    """Put a row into a lane; ``x`` and ``index`` have room for ``n + 32`` elements."""
+    store(x + 4 * n, splat(PADDING))
+    store(x + 4 * n + 64, splat(PADDING))
+    for half in range(2):
+        store(batch + BATCH_ROW * lane + 64 * half, load(x + 64 * half))
+        store_index(batch + BATCH_INDEX + BATCH_ROW * lane + 64 * half, load_index(index + 64 * half))
+    write_f32(batch + BATCH_U + 4 * lane, _f(u))
+    write_i64(batch + BATCH_SIZE + 8 * lane, n)
+    write_i64(batch + BATCH_PLACE + 8 * lane, place)
+
+
+@jit
+def _iterate(batch, width):
+    """Newton's method in all lanes; leaves the weights by candidate."""
+    u = load(batch + BATCH_U)
+    inverse = splat(_ONE) / u
+    # As in `threshold`: how small a last step must be to be applied by its first-order effect.
+    small = select(greater(u, splat(_f(0.55))), splat(_f(3e-5)), splat(_ONE))
+    c = step = splat(_ZERO)
+    for _ in range(40):
+        c = c + step
+        base = splat(_ONE) - u * c
+        total, slopes = splat(_ZERO), splat(_ZERO)
+        for k in range(width):
+            y = maximum(muladd(load(batch + BATCH_BY_CANDIDATE + 64 * k), u, base), splat(TINY))
+            weight = exp(log(y) * inverse)
+            slope = weight / y
+            store(batch + BATCH_WEIGHTS + 64 * k, weight)
+            store(batch + BATCH_SLOPES + 64 * k, slope)
+            total = total + weight
+            slopes = slopes + slope
+        step = (splat(_ZERO) - expm1(splat(_ZERO) - u * log(total))) * total / (u * slopes)
+        size = maximum(step, splat(_ZERO) - step)
+        close = both(greater(splat(_f(1e-3)), size * slopes), greater(small, size))
+        if count(close) == LANES:
+            break
+    for k in range(width):
+        weight = load(batch + BATCH_WEIGHTS + 64 * k) - step * load(batch + BATCH_SLOPES + 64 * k)
+        store(batch + BATCH_WEIGHTS + 64 * k, maximum(weight, splat(_ZERO)))
+
+
+def solve_short_rows(batch, rows):
+    """Solve the first ``rows`` lanes; the weights replace the candidates, row by row."""
+    width = 0
+    for lane in range(rows):
+        width = max(width, read_i64(batch + BATCH_SIZE + 8 * lane))
+    for lane in range(rows, LANES):
+        # An empty lane holds one candidate, whose weight is 1 from the start.
+        store(batch + BATCH_ROW * lane, splat(PADDING))
+        store(batch + BATCH_ROW * lane + 64, splat(PADDING))
+        write_f32(batch + BATCH_ROW * lane, _ZERO)
+        write_f32(batch + BATCH_U + 4 * lane, _f(0.5))
+    halves = 2 if width > LANES else 1
+    for half in range(halves):
+        transpose_block(batch + 64 * half, BATCH_ROW, LANES - 1, batch + BATCH_BY_CANDIDATE + 1024 * half, 64)
+    _iterate(batch, width)
+    for half in range(halves):
+        # Rows of the transposed block past ``width`` are stale; `keep_support` does not look at them.
+        transpose_block(batch + BATCH_WEIGHTS + 1024 * half, 64, LANES - 1, batch + 64 * half, BATCH_ROW)
+
+
+@jit
+def row_of_lane(batch, lane):
+    """The place given to `collect`."""
+    return read_i64(batch + BATCH_PLACE + 8 * lane)
+
+
+@jit
+def keep_lane(batch, lane, target):
+    """Write the support of a solved lane to ``target``; returns its size."""
+    n = read_i64(batch + BATCH_SIZE + 8 * lane)
+    return keep_support(batch + BATCH_ROW * lane, batch + BATCH_INDEX + BATCH_ROW * lane, n, target)
 
 
 @jit
@@ -97,7 +176,7 @@ def _columns(limits, low, t):
     return low + (row_low - low) // LANES * LANES, high
 
 
-def solve_even_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
+def solve_full_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
     """Weights of up to sixteen rows.
 
     Args:
