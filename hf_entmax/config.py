@@ -101,7 +101,7 @@ class EntmaxConfig:
         set_("alpha_range", _range(self.alpha_range))
         lo, hi = self.alpha_range
         if self.alpha != "learned":
-            set_("alpha", _alpha("alpha", self.alpha, 'or "learned"'))
+            set_("alpha", check_alpha(self.alpha, "alpha", ', or "learned"', ValueError))
         if self.alpha_init != "normal":
             if not _is_number(self.alpha_init) or not lo < float(self.alpha_init) < hi:
                 raise ValueError(
@@ -129,7 +129,7 @@ class EntmaxConfig:
             set_("layers", _integers("layers", self.layers, "layers"))
         set_("exclude", _names("exclude", self.exclude))
         if self.output_alpha is not None:
-            set_("output_alpha", _alpha("output_alpha", self.output_alpha, "or None"))
+            set_("output_alpha", check_alpha(self.output_alpha, "output_alpha", ", or None", ValueError))
         for name in ("mapping", "output_mapping"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (name == "output_mapping" and value is None):
@@ -233,6 +233,44 @@ class EntmaxConfig:
         return dataclasses.replace(self, **changes)
 
 
+def check_alpha(
+    value: object, name: str = "alpha", alternative: str = "", wrong_type: type[Exception] = TypeError
+) -> float:
+    """Return one alpha as a float.
+
+    Args:
+        value: a number, or whatever was given instead.
+        name: what the message calls it.
+        alternative: what else is allowed, for the end of the message.
+        wrong_type: the error for what is no number.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is below 1, infinite or NaN.
+    """
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise wrong_type(str(alpha_error(value, name, alternative)))
+    if not 1.0 <= (number := float(value)) < math.inf:  # type: ignore[arg-type]
+        raise alpha_error(number, name, alternative)
+    return number
+
+
+def check_alphas(values: Any) -> None:
+    """Raise ValueError unless all alphas in a tensor or a NumPy array are at least 1 and finite."""
+    right = (values >= 1) & (values < math.inf)
+    if not bool(right.all()):
+        raise alpha_error(float(values[~right].reshape(-1)[0]))
+
+
+def alpha_error(
+    value: object, name: str = "alpha", alternative: str = ". Bound a learned alpha, as in 1 + sigmoid(a)"
+) -> ValueError:
+    """Return the error that says which alphas are allowed."""
+    return ValueError(
+        f"{name}={value!r} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax, 2 is sparsemax){alternative}."
+    )
+
+
 def config_from(config: EntmaxConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> EntmaxConfig:
     """The configuration from what ``patch_model`` was given: a config, a plain dict of fields, keywords, or nothing."""
     _reject_unknown(overrides)
@@ -254,14 +292,6 @@ def _reject_unknown(fields: Mapping[str, Any]) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _alpha(name: str, value: object, alternative: str) -> float:
-    if not _is_number(value) or float(value) < 1.0:  # type: ignore[arg-type]
-        raise ValueError(
-            f"{name}={value!r} is not allowed: give a finite number >= 1 (1 is softmax, 2 is sparsemax) {alternative}."
-        )
-    return float(value)  # type: ignore[arg-type]
 
 
 def _range(value: object) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The floors of the house: a file imports only from lower floors."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -47,10 +48,15 @@ MODULE_NAME = re.compile(r"hf_entmax(\.[A-Za-z_]\w*)+")
 
 def _imports(path: Path):
     """(line, dotted module) of every import of hf_entmax, wherever it stands, by statement or by name in a string."""
-    yield from _imports_of(path.read_text(encoding="utf-8"))
+    package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
+    yield from _imports_of(path.read_text(encoding="utf-8"), package)
 
 
-def _imports_of(source: str):
+def _module(path: Path) -> str:
+    return ".".join(("hf_entmax", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _imports_of(source: str, package: str):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
             yield node.lineno, node.value
@@ -61,8 +67,11 @@ def _imports_of(source: str):
                 yield node.lineno, start
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "hf_entmax")
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "hf_entmax":
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            source_of = ".".join([*above, *([node.module] if node.module else [])])
+            if source_of.split(".")[0] == "hf_entmax":
+                yield from ((node.lineno, f"{source_of}.{alias.name}") for alias in node.names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -100,8 +109,45 @@ TABLE = {"transformers.generation.utils": "hf_entmax.generation.generate_hook"}
 def load(name):
     return importlib.import_module(f"hf_entmax.analysis.{name}")
 """
-    assert [module for _, module in _imports_of(source)] == ["hf_entmax.generation.generate_hook", "hf_entmax.analysis"]
+    assert [module for _, module in _imports_of(source, "hf_entmax")] == [
+        "hf_entmax.generation.generate_hook",
+        "hf_entmax.analysis",
+    ]
     assert "hf_entmax.ops.numba_cpu" in [module for _, module in _imports(PACKAGE / "ops/backends.py")]
+
+
+def _find_circle(sources: dict[str, str], packages: set[str]) -> list[str]:
+    """Return modules each of which imports the one before it, back to the first; empty where there are none."""
+    graph: dict[str, set[str]] = {module: set() for module in sources}
+    for module, source in sources.items():
+        for _, target in _imports_of(source, module if module in packages else module.rpartition(".")[0]):
+            while target not in sources:  # the name of something in a module
+                target = target.rpartition(".")[0]
+            if target != module:
+                graph[module].add(target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    sources = {_module(path): path.read_text(encoding="utf-8") for path in FILES}
+    packages = {_module(path) for path in FILES if path.name == "__init__.py"}
+    assert not (circle := _find_circle(sources, packages)), " <- ".join(circle)
+
+
+def test_a_circle_is_seen_however_its_files_import():
+    sources = {
+        "hf_entmax": "",
+        "hf_entmax.one": "from hf_entmax.two import name",
+        "hf_entmax.two": "def load():\n    from . import three",
+        "hf_entmax.three": "if TYPE_CHECKING:\n    from .four import name",
+        "hf_entmax.four": 'importlib.import_module("hf_entmax.one")',
+    }
+    assert set(_find_circle(sources, {"hf_entmax"})) == set(sources) - {"hf_entmax"}
+    assert not _find_circle(sources | {"hf_entmax.four": ""}, {"hf_entmax"})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers import LogitsProcessor
 
+from hf_entmax.config import check_alpha
 from hf_entmax.ops.candidates import solve_rows
 
 
@@ -51,14 +52,11 @@ class EntmaxLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, alpha: float = 1.5, temperature: float = 1.0) -> None:
-        for name, value in (("alpha", alpha), ("temperature", temperature)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a float, not {type(value).__name__}.")
-        if not 1.0 <= alpha < math.inf:
-            raise ValueError(f"alpha={alpha} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax).")
+        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+            raise TypeError(f"temperature must be a float, not {type(temperature).__name__}.")
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature={temperature} is not allowed: it must be finite and above 0.")
-        self.alpha, self.temperature = float(alpha), float(temperature)
+        self.alpha, self.temperature = check_alpha(alpha), float(temperature)
 
     @torch.no_grad()
     def __call__(self, input_ids: LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from hf_entmax import config
 
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
@@ -40,9 +41,7 @@ def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | N
     if isinstance(alpha, Tensor):
         if not alpha.is_floating_point():
             raise TypeError(f"alpha must be a floating-point tensor or a float, not a tensor of {alpha.dtype}.")
-        wrong = ~((alpha >= 1) & (alpha < math.inf))
-        if bool(wrong.any()):
-            raise ValueError(f"alpha holds {alpha[wrong].flatten()[0].item()}: entmax needs finite alpha >= 1.")
+        config.check_alphas(alpha)
         if alpha.numel() == 1:
             return float(alpha.detach()), None
         try:
@@ -52,13 +51,7 @@ def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | N
                 f"alpha of shape {tuple(alpha.shape)} cannot be broadcast to the rows {tuple(row_shape)}: "
                 "give a number, a scalar tensor or one value per row (the shape of logits without the last dimension)."
             ) from None
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise TypeError(f"alpha must be a float or a tensor, not {type(alpha).__name__}.")
-    if not 1.0 <= alpha < math.inf:
-        raise ValueError(
-            f"alpha={alpha} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax, 2 is sparsemax)."
-        )
-    return float(alpha), None
+    return config.check_alpha(alpha, alternative=", or a tensor of them"), None
 
 
 def check_labels(

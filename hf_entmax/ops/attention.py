@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from hf_entmax.config import check_alpha
 from hf_entmax.ops import backends, dense
 from hf_entmax.ops.backends import Backend
-from hf_entmax.ops.mapping import check_alpha
 from hf_entmax.ops.options import AttentionOptions, append_sink
 from hf_entmax.ops.sparse_rows import SparseRows
 

@@ -16,6 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from hf_entmax.config import BACKENDS as BACKENDS
 from hf_entmax.config import Backend as Backend
+from hf_entmax.ops import self_check
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.solve import recorded, traced
 
@@ -88,8 +89,6 @@ def kernel_package(name: str) -> ModuleType | str:
 
 def _checked(name: str, module: ModuleType) -> str | None:
     """Why a kernel is not to be used on a kind of processor that it was never tried on: it is looked at once."""
-    from hf_entmax.ops import self_check  # which knows the dense path
-
     if name != "numba" or self_check.tried_here():
         return None
     fault = self_check.faults(module)
@@ -172,7 +171,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     Returns:
         A module with two functions and a constant: ``solve_rows(scores, u, floor=-inf, out=None)``, a
         `hf_entmax.ops.solve.RowSolution` whose probabilities are all written to ``out`` where that is given;
-        ``recompute_rows(scores, maximum, shift, scale, u, out)``, the same probabilities once more; and ``STEEP``,
+        ``recompute_rows(scores, maximum, shift, scale, u, out)``, the same probabilities once more; and ``ABOVE_TWO``,
         whether they take ``u = alpha - 1`` above 1.
     """
     if torch.compiler.is_compiling() or recorded() or not scores.numel():

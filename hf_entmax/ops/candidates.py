@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.backends import row_kernel
+from hf_entmax.ops.rows import row_probabilities
 from hf_entmax.ops.solve import (
     RowSolution,
+    any_above_two,
     compute_dtype,
     conjugate_of,
     exact_dtype,
-    is_steep,
-    row_probabilities,
     shift_of,
     solve_centred,
     weights_at,
@@ -88,7 +88,7 @@ def dense_probs(
     wide = compute_dtype(scores.dtype)
     out = torch.empty(scores.shape, dtype=wide, device=scores.device) if out is None else out
     kernel = _kernel(scores, u)
-    if is_steep(u):
+    if any_above_two(u):
         # Where probabilities rise like a root, no floating-point shift says them all: they are searched again.
         if kernel is None:
             out.copy_(row_probabilities(scores.to(wide), u))
@@ -106,7 +106,7 @@ def _kernel(scores: Tensor, u: float | Tensor) -> ModuleType | None:
     if not isinstance(u, Tensor) and u == 0:
         return None  # nothing has to be searched
     kernel = row_kernel(scores)
-    return None if kernel is None or (not kernel.STEEP and is_steep(u)) else kernel
+    return None if kernel is None or (not kernel.ABOVE_TWO and any_above_two(u)) else kernel
 
 
 def _bounds(scores: Tensor, maximum: Tensor, u: float | Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:

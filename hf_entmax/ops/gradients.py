@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.solve import SMALLEST_U, chunk_rows, compute_dtype, expm1, is_steep, values_visible
+from hf_entmax.ops.solve import SMALLEST_U, any_above_two, chunk_rows, compute_dtype, expm1, values_visible
 
 # Below this `u` the bracket is summed as a series in x = O(u log p), above it directly: the direct form loses about eps/u,
 # the series (eight terms) what large x leave out.
@@ -57,7 +57,7 @@ def gradient_rows(
         part = slice(start, min(start + chunk, rows))
         u_part = u[part] if isinstance(u, Tensor) else u
         # For alpha > 2 the largest weight s may belong to the smallest probability, which asks for more care.
-        chunk_gradient = gradient_formula if is_steep(u_part) else _chunk_gradient
+        chunk_gradient = gradient_formula if any_above_two(u_part) else _chunk_gradient
         grad_scores, grad_alpha = chunk_gradient(probs[part], grad[part], u_part, with_alpha)
         if out is not None:
             out[part] = grad_scores

@@ -13,29 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_entmax.ops import opaque
+from hf_entmax.config import check_alpha
 from hf_entmax.ops.gradients import gradient_formula, gradient_rows
-from hf_entmax.ops.solve import (
-    checked,
-    compute_dtype,
-    is_steep,
-    masked_below,
-    recorded,
-    row_probabilities,
-    traced,
-    values_visible,
-)
+from hf_entmax.ops.rows import as_operator, gradients_operator, probabilities_operator, row_probabilities
+from hf_entmax.ops.solve import any_above_two, checked, compute_dtype, masked_below, recorded, traced, values_visible
 
 
 class EntmaxFunction(torch.autograd.Function):
     """Entmax of the rows of a matrix, differentiable in the scores and in ``u = alpha - 1``. See `entmax`."""
 
     @staticmethod
-    def forward(rows: Tensor, u: float | Tensor, kernels: bool, steep: bool) -> Tensor:
-        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities; ``kernels``, ``steep``: `row_probabilities`."""
-        if opaque.wanted(rows):
-            return opaque.row_probabilities(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)), kernels)
-        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u, kernels=kernels, steep=steep)
+    def forward(rows: Tensor, u: float | Tensor, kernels: bool, above_two: bool) -> Tensor:
+        """Map ``rows [R, d]`` with ``u`` (a float or ``[R, 1]``) to probabilities; the flags as of `row_probabilities`."""
+        if as_operator(rows):
+            return probabilities_operator(rows, *((u, 0.0) if isinstance(u, Tensor) else (None, u)), kernels)
+        return row_probabilities(rows, checked(u) if isinstance(u, Tensor) else u, kernels=kernels, above_two=above_two)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -52,9 +44,9 @@ class EntmaxFunction(torch.autograd.Function):
         probs, u = saved[0], saved[1] if ctx.u is None else ctx.u
         grad = grad_outputs[0]
         with_scores, with_alpha = ctx.needs_input_grad[:2]
-        if opaque.wanted(probs):
+        if as_operator(probs):
             given = (u, 0.0) if isinstance(u, Tensor) else (None, u)
-            grad_rows, grad_u = opaque.row_gradients(probs, grad, *given, with_scores, with_alpha)
+            grad_rows, grad_u = gradients_operator(probs, grad, *given, with_scores, with_alpha)
         elif torch.compiler.is_compiling():
             return *gradient_rows(probs, grad, u, with_scores, with_alpha), None, None
         else:
@@ -63,11 +55,11 @@ class EntmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor, kernels: bool, steep: bool
+        info: Any, in_dims: tuple[Any, ...], rows: Tensor, u: float | Tensor, kernels: bool, above_two: bool
     ) -> tuple[Tensor, int]:
         """Fold the mapped dimension into the rows."""
         rows, u = _fold(info.batch_size, in_dims[:2], (rows, u))
-        return EntmaxFunction.apply(rows, u, kernels, steep).unflatten(0, (info.batch_size, -1)), 0
+        return EntmaxFunction.apply(rows, u, kernels, above_two).unflatten(0, (info.batch_size, -1)), 0
 
 
 class EntmaxGradientFunction(torch.autograd.Function):
@@ -131,14 +123,6 @@ def _fold(batch: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> tupl
             value = moved.reshape(-1, value.shape[-1] if dim is None else moved.shape[-1])
         folded.append(value)
     return tuple(folded)
-
-
-def check_alpha(alpha: float) -> float:
-    """Return ``alpha`` as a float, or raise ValueError unless it is finite and at least 1."""
-    value = float(alpha)
-    if not 1 <= value < math.inf:
-        raise ValueError(f"alpha is {alpha}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax).")
-    return value
 
 
 def entmax(
@@ -238,7 +222,7 @@ def _needs_wide_probabilities(rows: Tensor, u: float | Tensor) -> bool:
     """Whether the backward pass must see more digits than a half type has: it raises probabilities to ``2 - alpha``."""
     if rows.dtype == compute_dtype(rows.dtype) or not torch.is_grad_enabled():
         return False
-    return is_steep(u) if not isinstance(u, Tensor) or values_visible(u) else True
+    return any_above_two(u) if not isinstance(u, Tensor) or values_visible(u) else True
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:

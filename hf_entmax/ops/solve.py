@@ -26,13 +26,12 @@ import math
 import torch
 from torch import Tensor
 
+from hf_entmax.config import alpha_error
+
 #: Elements per chunk of rows. The working set of a chunk (about three buffers) then stays in the caches of a CPU.
 CPU_CHUNK_ELEMENTS = 1 << 17
 #: On accelerators chunks only bound the memory; they are large enough to fill the device.
 DEVICE_CHUNK_ELEMENTS = 1 << 25
-#: Fewest entries, and shortest rows, for which `row_probabilities` asks for a fused kernel on a CPU: below, compiling it (once
-#: per user, many seconds) would cost more than it saves.
-KERNEL_ELEMENTS, KERNEL_LENGTH = 1 << 18, 256
 #: Smallest ``u`` the formulas see: a power of two, so that ``log1p(u * y) / u`` returns ``y`` itself where alpha is 1.
 SMALLEST_U = 2.0**-100
 #: Where a row's Newton loop may look at its progress it stops by itself; this only ends a loop that cannot.
@@ -124,15 +123,11 @@ def values_visible(tensor: Tensor) -> bool:
 def checked(u: Tensor) -> Tensor:
     """Refuse ``u < 0`` and infinity where looking is free; elsewhere turn them into NaN, so that they cannot pass unseen."""
     right = (u >= 0) & (u < math.inf)
-    if u.device.type == "cpu" and values_visible(u):
-        if not bool(right.all()):
-            worst = float(u.detach()[~right].nan_to_num(nan=-math.inf, posinf=math.inf).min()) + 1
-            raise ValueError(
-                f"alpha contains {'NaN' if worst == -math.inf else worst}, but entmax is defined for finite alpha >= 1 "
-                "(1 is softmax, 2 sparsemax). Bound a learned alpha, for example by 1 + sigmoid(a)."
-            )
-        return u
-    return torch.where(right, u, torch.full_like(u, math.nan))
+    if u.device.type != "cpu" or not values_visible(u):
+        return torch.where(right, u, torch.full_like(u, math.nan))
+    if not bool(right.all()):
+        raise alpha_error(float(u.detach()[~right][0]) + 1)
+    return u
 
 
 def expm1(x: Tensor) -> Tensor:
@@ -151,41 +146,7 @@ def chunk_rows(rows: int, length: int, device: torch.device) -> int:
     return max(1, min(rows, elements // max(1, length)))
 
 
-def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = False, steep: bool = True) -> Tensor:
-    """Map every row of ``scores`` to its entmax probabilities.
-
-    Args:
-        scores: ``[R, d]``, any floating dtype. Entries at or below ``finfo.min / 2`` get no mass.
-        u: ``alpha - 1 >= 0``, a float or a tensor ``[R, 1]`` in the compute dtype.
-        kernels: whether a fused kernel may do it, where there is one and it is worth its compilation.
-        steep: whether ``u`` may be above 1; False saves looking, and in graphs the way for it.
-
-    Returns:
-        ``[R, d]`` probabilities in the dtype of ``scores``; rows without any unmasked entry are 0, rows that contain
-        NaN or ``+inf`` are NaN. Not differentiable.
-    """
-    if not values_visible(scores):
-        return _solve_chunk(scores, u, visible=False, steep=steep).to(scores.dtype)
-    rows, length = scores.shape
-    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    kernel = None
-    if kernels and (scores.device.type != "cpu" or (length >= KERNEL_LENGTH and scores.numel() >= KERNEL_ELEMENTS)):
-        from hf_entmax.ops.backends import row_kernel  # which knows attention, which knows entmax
-
-        # Above alpha = 2 the kernels' thresholds, in float32, are not as exact as the edge of the support found here.
-        kernel = None if steep and is_steep(u) else row_kernel(scores)
-    chunk = chunk_rows(rows, length, scores.device)
-    for start in range(0, rows, chunk):
-        part = slice(start, min(start + chunk, rows))
-        part_u = u[part] if isinstance(u, Tensor) else u
-        if kernel is None:
-            out[part] = _solve_chunk(scores[part], part_u, visible=True, steep=steep)
-        else:
-            kernel.solve_rows(scores[part], part_u, floor=masked_below(scores.dtype), out=out[part])
-    return out
-
-
-def is_steep(u: float | Tensor) -> bool:
+def any_above_two(u: float | Tensor) -> bool:
     """Whether alpha is above 2 for some row, so that probabilities rise like a root at the edge of the support."""
     return bool((u > 1).any()) if isinstance(u, Tensor) else u > 1
 
@@ -206,16 +167,16 @@ def newton_steps(length: int, u_max: float, dtype: torch.dtype) -> int:
     return final + math.ceil(0.75 * min(1.0, u_max) * math.log2(max(2, length)))
 
 
-def _solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool, steep: bool) -> Tensor:
+def solve_chunk(scores: Tensor, u: float | Tensor, *, visible: bool, above_two: bool) -> Tensor:
     """Solve one chunk of rows in the compute dtype; unless ``visible``, no control flow depends on values."""
     centred, alive = _centre(scores)
-    probs, total = solve_centred(centred, u, visible=visible, steep=steep)
+    probs, total = solve_centred(centred, u, visible=visible, above_two=above_two)
     # A row without support stays at zero; NaN survives and spoils its whole row, as it should.
     return probs.mul_(torch.where(alive, 1 / total, torch.zeros_like(total)))
 
 
 def solve_centred(
-    centred: Tensor, u: float | Tensor, *, visible: bool = True, steep: bool = True
+    centred: Tensor, u: float | Tensor, *, visible: bool = True, above_two: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Solve rows whose largest entry is 0.
 
@@ -223,15 +184,15 @@ def solve_centred(
         centred: ``[R, d]``, float32 or float64; ``-inf`` where an entry is masked. Consumed.
         u: ``alpha - 1 >= 0``, a float or ``[R, 1]`` of the same dtype.
         visible: whether values may steer the computation.
-        steep: whether a tensor ``u`` may be above 1.
+        above_two: whether a tensor ``u`` may be above 1.
 
     Returns:
         ``[1 + u (z - c)]_+ ^ (1/u)`` ``[R, d]`` for a ``c`` next to the threshold, and its sum ``[R, 1]``, by which it is
         to be divided.
     """
     if not isinstance(u, Tensor):
-        return _steep(centred, u) if u > 1 else _convex(centred, u, visible=visible)
-    if not steep:
+        return _solve_above_two(centred, u) if u > 1 else _convex(centred, u, visible=visible)
+    if not above_two:
         return _convex(centred, u, visible=visible)
     if not visible:
         if recorded() or not torch.compiler.is_compiling():
@@ -243,7 +204,7 @@ def solve_centred(
     if not bool(above.any()):
         return _convex(centred, u, visible=True)
     probs, total = torch.empty_like(centred), torch.empty_like(u)
-    probs[above], total[above] = _steep(centred[above], u[above])
+    probs[above], total[above] = _solve_above_two(centred[above], u[above])
     if not bool(above.all()):
         probs[~above], total[~above] = _convex(centred[~above], u[~above], visible=True)
     return probs, total
@@ -261,7 +222,7 @@ def shift_of(probs: Tensor, centred: Tensor, u: float | Tensor) -> Tensor:
         min=SMALLEST_U
     )
     shift = -torch.expm1(u * largest.log()) / u
-    if is_steep(u):
+    if any_above_two(u):
         smallest, place = torch.where(probs > 0, probs, math.inf).min(-1, keepdim=True)
         edge = centred.gather(-1, place).to(exact)
         shift = torch.where(u > 1, edge - torch.expm1(u * smallest.to(exact).log()) / u, shift)
@@ -294,8 +255,8 @@ def _convex_branch(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _either(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     probs, total = _convex(centred.clone(), u.clamp(max=1), visible=False)
-    steep_probs, steep_total = _steep(centred, u.clamp(min=1))
-    return torch.where(u > 1, steep_probs, probs), torch.where(u > 1, steep_total, total)
+    other_probs, other_total = _solve_above_two(centred, u.clamp(min=1))
+    return torch.where(u > 1, other_probs, probs), torch.where(u > 1, other_total, total)
 
 
 def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,7 +324,7 @@ def _slope(probs: Tensor, base: Tensor, u: float | Tensor) -> Tensor:
     return probs.div_(base.add_(1).clamp_(min=torch.finfo(base.dtype).tiny)).sum(-1, keepdim=True)
 
 
-def _steep(centred: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
+def _solve_above_two(centred: Tensor, u: float | Tensor) -> tuple[Tensor, Tensor]:
     """Find the support by binary search, then its smallest probability by Newton's method, for ``u >= 1``.
 
     Returns ``p`` up to its sum, and the sum.

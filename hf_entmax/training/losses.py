@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_entmax.config import check_alpha
 from hf_entmax.losses import entmax_loss
 
 
@@ -28,9 +29,7 @@ class SmoothedEntmaxLoss:
     def __init__(self, alpha: float = 1.5, label_smoothing: float = 0.1, *, shift: bool = False) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={label_smoothing!r} is not allowed: give a number in [0, 1).")
-        if not alpha >= 1.0:
-            raise ValueError(f"alpha={alpha!r} is not allowed: give a number >= 1.")
-        self.alpha = alpha
+        self.alpha = check_alpha(alpha)
         self.label_smoothing = label_smoothing
         self.shift = shift
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hf_entmax.config import check_alpha
+
 SHAPES = ("linear", "cosine")
 
 
@@ -26,14 +28,12 @@ class AlphaSchedule:
     def __init__(
         self, start: float, end: float, over: float = 0.5, shape: str | Callable[[float], float] = "linear"
     ) -> None:
-        for name, value in (("start", start), ("end", end)):
-            if not value >= 1.0:
-                raise ValueError(f"{name}={value!r} is not allowed: alpha must be >= 1.")
         if not 0.0 < over <= 1.0:
             raise ValueError(f"over={over!r} is not allowed: give a share of training in (0, 1].")
         if not callable(shape) and shape not in SHAPES:
             raise ValueError(f"shape={shape!r} is not allowed: choose 'linear', 'cosine' or give a function.")
-        self.start, self.end, self.over, self.shape = float(start), float(end), float(over), shape
+        self.start, self.end = check_alpha(start, "start"), check_alpha(end, "end")
+        self.over, self.shape = float(over), shape
 
     def __call__(self, share: float) -> float:
         """Alpha when ``share`` of training, in [0, 1], is done."""

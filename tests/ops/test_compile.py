@@ -6,15 +6,8 @@ import torch
 from environments import inductor_works
 from torch.utils.checkpoint import checkpoint
 
-from hf_entmax.ops import (
-    Entmax,
-    entmax,
-    entmax_attention,
-    exact_sparse_attention,
-    opaque,
-    sketch_keys,
-    solve,
-)
+from hf_entmax.ops import Entmax, entmax, entmax_attention, exact_sparse_attention, sketch_keys, solve
+from hf_entmax.ops.rows import gradients_operator, probabilities_operator
 
 F64 = torch.float64
 
@@ -114,9 +107,9 @@ def test_operators():
     scores, cotangent = torch.randn(6, 9), torch.randn(6, 9)
     probs = entmax(scores, 1.5)
     for row_u, u in ((None, 0.5), (torch.rand(6, 1) * 1.5, 0.0)):
-        torch.library.opcheck(opaque.row_probabilities, (scores, row_u, u))
+        torch.library.opcheck(probabilities_operator, (scores, row_u, u))
         for wanted in ((True, True), (False, True), (True, False)):
-            torch.library.opcheck(opaque.row_gradients, (probs, cotangent, row_u, u, *wanted))
+            torch.library.opcheck(gradients_operator, (probs, cotangent, row_u, u, *wanted))
 
 
 @pytest.mark.slow
@@ -156,7 +149,7 @@ def test_fixed_numbers_of_steps_suffice(u, kind):
     for scores in (staircase[None], flat, torch.randn(300, 64) * 3):
         rows = torch.full((len(scores), 1), u) if kind == "tensor" else u
         exact = float(torch.tensor(u).double()) if kind == "tensor" else u
-        probs = solve._solve_chunk(scores.float(), rows, visible=False, steep=True)
+        probs = solve.solve_chunk(scores.float(), rows, visible=False, above_two=True)
         assert (probs - reference.entmax(scores.float(), 1 + exact)).abs().max() < 2e-6
 
 

@@ -81,12 +81,12 @@ def test_solution_without_the_kernel(alpha, length, scale, monkeypatch):
 def test_entmax_of_many_long_rows_is_the_kernels(monkeypatch):
     import reference
 
-    from hf_entmax.ops import entmax, solve
+    from hf_entmax.ops import entmax, rows
     from hf_entmax.ops.numba_cpu import row_host
 
     calls, original = [], row_host.solve_rows
     monkeypatch.setattr(row_host, "solve_rows", lambda *a, **k: (calls.append(a), original(*a, **k))[1])
-    monkeypatch.setattr(solve, "KERNEL_ELEMENTS", 4 * 400)
+    monkeypatch.setattr(rows, "KERNEL_ELEMENTS", 4 * 400)
     scores = 3.0 * torch.randn(4, 400)
     scores[1], scores[2, 7], scores[3, 0] = -math.inf, torch.finfo(torch.float32).min, -math.inf
     for alpha in (1.0, 1.00001, 1.3, 1.5, 2.0, torch.tensor([1.0, 1.5, 1.7, 2.0])[:, None]):

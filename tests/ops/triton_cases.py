@@ -24,7 +24,7 @@ from device_report import report  # noqa: F401  a fixture
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
-from hf_entmax.ops import backends, entmax, entmax_attention, solve, triton_gpu
+from hf_entmax.ops import backends, entmax, entmax_attention, rows, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported
@@ -552,8 +552,8 @@ def row_calls(monkeypatch):
     """Have rows solved by the kernels of this package; the names of those that ran."""
     calls = []
     monkeypatch.setitem(backends._loaded, "numba", "switched off")
-    monkeypatch.setattr(solve, "KERNEL_ELEMENTS", 0)
-    monkeypatch.setattr(solve, "KERNEL_LENGTH", 0)
+    monkeypatch.setattr(rows, "KERNEL_ELEMENTS", 0)
+    monkeypatch.setattr(rows, "KERNEL_LENGTH", 0)
     for name in ("solve_rows", "recompute_rows"):
         function = getattr(row_host, name)
         monkeypatch.setattr(row_host, name, lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1])

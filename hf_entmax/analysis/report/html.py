@@ -25,10 +25,10 @@ def render(
     """The page as HTML, the main model first; ``files`` are the names of those written beside it."""
     from jinja2 import Environment, PackageLoader
 
-    environment = Environment(loader=PackageLoader("hf_entmax.analysis.report", "assets"), autoescape=True)
+    environment = Environment(loader=PackageLoader(__package__ or "", "assets"), autoescape=True)
     missing = figures and importlib.util.find_spec("matplotlib") is None
     drawn = list(_figures(models)) if figures and not missing else []
-    assets = resources.files("hf_entmax.analysis.report") / "assets"
+    assets = resources.files(__package__ or "") / "assets"
     names = ("style.css", "page.js", "viewer.js", "table.js")
     parts = {name: (assets / name).read_text(encoding="utf-8") for name in names}
     fixed = sum(len(svg) for _, _, svg in drawn) + sum(map(len, parts.values()))

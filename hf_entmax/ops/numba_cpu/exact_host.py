@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_entmax.config import check_alphas
 from hf_entmax.ops.exact.bounds import score_rounding
 from hf_entmax.ops.options import AttentionOptions
 
@@ -105,9 +106,6 @@ def _place(tensor: Tensor) -> tuple[int, list[int]]:
 @functools.lru_cache(maxsize=256)
 def _known(alphas: bytes, bounds: str) -> tuple[float, np.ndarray]:
     """The largest ``alpha - 1``, and the addresses of the solvers: alphas stay as they are while a text is generated."""
+    check_alphas(np.frombuffer(alphas))
     u = np.frombuffer(alphas) - 1.0
-    if not (np.isfinite(u) & (u >= 0)).all():
-        raise ValueError(
-            f"alpha is {(u + 1).tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax)."
-        )
     return float(u.max()), find_solvers(u, "exact_rows", (bounds,)).single

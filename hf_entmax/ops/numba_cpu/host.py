@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_entmax.config import check_alphas
 from hf_entmax.ops.sparse_rows import SparseRows
 
 from . import layout
@@ -155,10 +156,7 @@ class Call:
         self.groups, self.kv_heads = heads // kv_heads, kv_heads
         # Everything the record points to must live as long as the launches.
         self.alpha = np.ascontiguousarray(inputs.alpha.detach().double().expand(heads).numpy())
-        if not (self.alpha >= 1).all() or not np.isfinite(self.alpha).all():
-            raise ValueError(
-                f"alpha holds {self.alpha.tolist()}, but entmax is defined for finite alpha >= 1 (1 is softmax, 2 sparsemax)."
-            )
+        check_alphas(self.alpha)
         mask, self.limits = limits_and_mask(inputs.mask, inputs.real_keys)
         self.terms = [None if t is None else as_term(t.detach(), self.shape) for t in (mask, inputs.bias)]
         self.record = _Record()

@@ -22,7 +22,7 @@ _GROUPS_PER_THREAD = 4
 #: Rows with more nonzero weights than this share are written densely.
 DENSE_ABOVE = 0.25
 #: Whether alpha may be above 2.
-STEEP = True
+ABOVE_TWO = True
 
 
 def _shift_alpha(u: float | Tensor, rows: int) -> tuple[np.ndarray, int]:

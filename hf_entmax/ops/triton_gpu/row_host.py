@@ -16,7 +16,7 @@ from hf_entmax.ops.triton_gpu.blocks import padded
 from hf_entmax.ops.triton_gpu.launch import _MAX_PASSES, _on_device
 
 #: Whether alpha may be above 2: thresholds are float32, too coarse for probabilities that rise like a root there.
-STEEP = False
+ABOVE_TWO = False
 
 
 def solve_rows(
