@@ -1,9 +1,14 @@
 """Alpha stays inside its range, learnable, and finite."""
 
+import math
+
 import pytest
 import torch
 
+import hf_entmax
 from hf_entmax.alpha import LearnedAlpha, TiedAlpha
+from hf_entmax.generation.processor import EntmaxLogitsProcessor
+from hf_entmax.training.schedules import AlphaSchedule
 
 
 @pytest.mark.parametrize("bounds", [(1.0, 2.0), (1.0, 3.0), (1.5, 1.75)])
@@ -34,3 +39,35 @@ def test_alpha_is_set_per_head_and_for_all():
     assert torch.allclose(shared(), torch.full((3,), 1.75)) and torch.equal(tied(), shared()[:2])
     tied().sum().backward()
     assert shared.a.grad.shape == (1,)
+
+
+def _attend(backend):
+    def call(alpha):
+        query = torch.randn(1, 2, 3, 16)
+        return hf_entmax.ops.entmax_attention(query, query, query, alpha, backend=backend)
+
+    return call
+
+
+DOORS = {
+    "entmax": lambda alpha: hf_entmax.ops.entmax(torch.randn(2, 5), alpha),
+    "entmax_loss": lambda alpha: hf_entmax.losses.entmax_loss(torch.randn(2, 5), torch.tensor([0, 1]), alpha),
+    "attention, torch": _attend("torch"),
+    "attention, numba": _attend("numba"),
+    "config": lambda alpha: hf_entmax.EntmaxConfig(alpha=float(alpha)),
+    "generation": lambda alpha: EntmaxLogitsProcessor(float(alpha)),
+    "schedule": lambda alpha: AlphaSchedule(float(alpha), 2.0),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_the_same_alphas_in_the_same_words(door):
+    if door.endswith("numba"):
+        pytest.importorskip("numba")
+    for wrong in (0.5, 0.9999999, math.nan, math.inf, -math.inf):
+        for given in (wrong, torch.tensor(wrong)):
+            with pytest.raises(
+                ValueError, match=r"=\S+ is not allowed: entmax is defined for finite alpha >= 1 \(1 is"
+            ):
+                DOORS[door](given)
+    DOORS[door](1.0)
