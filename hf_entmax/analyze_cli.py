@@ -106,7 +106,7 @@ def _score(text: str) -> tuple[str, list[float]]:
 
 def _site_table(statistics) -> Table:
     from hf_entmax.analysis.report.findings import percent
-    from hf_entmax.analysis.report.tables import site_rows
+    from hf_entmax.analysis.report.rows import site_rows
 
     table = Table("site", title=f"{escape(statistics.name)}: {statistics.num_sentences:,} sentences")
     for name in ("layers", "heads", "density", "keys per query", "Jensen-Shannon (log heads)", "mean alpha"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_entmax.analysis import metrics
-from hf_entmax.analysis.metrics.forms import diagonal_sums
+from hf_entmax.analysis.metrics.weights import diagonal_sums
 
 CASES = [
     (6, 6, False, True, False),

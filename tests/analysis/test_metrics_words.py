@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_entmax.analysis import metrics
-from hf_entmax.analysis.metrics.gold import alignment_links
+from hf_entmax.analysis.metrics.annotation import alignment_links
 
 
 def random_rows(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from hf_entmax.analysis import AttentionStatistics, collect, write_report
 from hf_entmax.analysis.collecting.examples import Example, SiteExample, Token, collect_examples
 from hf_entmax.analysis.collecting.importance import head_importance
-from hf_entmax.analysis.report.payload import pack_examples, pack_weights
+from hf_entmax.analysis.report.page_data import pack_examples, pack_weights
 from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 
 pytestmark = pytest.mark.slow

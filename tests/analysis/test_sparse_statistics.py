@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 
 from hf_entmax import patch_model
 from hf_entmax.analysis import collect
-from hf_entmax.analysis.metrics.forms import DenseWeights, SparseWeights, keep_pairs
+from hf_entmax.analysis.metrics.weights import DenseWeights, SparseWeights, keep_pairs
 from hf_entmax.analysis.statistics import accumulate
 from hf_entmax.integration import interface
 from hf_entmax.integration.observe import observe_attention

@@ -4,15 +4,22 @@ All of them build sums first and divide last, so that :func:`hf_entmax.analysis.
 batches and get exactly what one huge batch would have given.
 """
 
-from hf_entmax.analysis.metrics.diversity import head_diversity
-from hf_entmax.analysis.metrics.gold import alignment_error_rate, alignment_links, dependency_accuracy
+from hf_entmax.analysis.metrics.annotation import alignment_error_rate, alignment_links, dependency_accuracy
 from hf_entmax.analysis.metrics.position import (
     distance_profile,
     positional_census,
     positional_confidence,
     positional_share,
 )
-from hf_entmax.analysis.metrics.sparsity import ambiguity, density, entropy, max_weight, mean_support, sentence_density
+from hf_entmax.analysis.metrics.sparsity import (
+    ambiguity,
+    density,
+    entropy,
+    head_diversity,
+    max_weight,
+    mean_support,
+    sentence_density,
+)
 from hf_entmax.analysis.metrics.words import interrogation, sink_mass, subword_merging, word_attention
 from hf_entmax.batches.pairs import possible_pairs
 

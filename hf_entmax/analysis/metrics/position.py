@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import keep_pairs, ratio, result_dtype
+from hf_entmax.analysis.metrics.weights import keep_pairs, ratio, result_dtype
 from hf_entmax.batches.pairs import possible_pairs
 
 

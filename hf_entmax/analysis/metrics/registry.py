@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.firing import firing
-from hf_entmax.analysis.metrics.forms import DenseWeights, HeadWeights, keep_pairs
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES, ROLE_PHRASES
+from hf_entmax.analysis.metrics.sparsity import firing
+from hf_entmax.analysis.metrics.weights import DenseWeights, HeadWeights, keep_pairs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import HeadWeights
+from hf_entmax.analysis.metrics.weights import HeadWeights
 
 #: Role -> its name in tables and legends, and what such a head looks at. In the order in which the sums are kept: roles
 #: found in any text first, then those of gold annotation.

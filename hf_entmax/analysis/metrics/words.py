@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import DenseWeights, HeadWeights, ratio, result_dtype, word_indicator
+from hf_entmax.analysis.metrics.weights import DenseWeights, HeadWeights, ratio, result_dtype, word_indicator
 from hf_entmax.batches.pairs import as_mask, check_weights, possible_pairs, query_mask_or_default
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hf_entmax.analysis.report.html import render
-from hf_entmax.analysis.report.tables import write_tables
+from hf_entmax.analysis.report.rows import write_tables
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 __all__ = ["write_report"]

@@ -15,7 +15,7 @@ from typing import Any
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES
 from hf_entmax.analysis.plots.style import INK, finite, house_style
 from hf_entmax.analysis.report.findings import HeadName, all_roles, head_name
-from hf_entmax.analysis.report.payload import build_payload
+from hf_entmax.analysis.report.page_data import build_payload
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.diversity import divergence_sums
-from hf_entmax.analysis.metrics.forms import HeadWeights, keep_pairs
-from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
+from hf_entmax.analysis.metrics.annotation import ALIGNMENT_METHODS, alignment_counts, alignment_links, dependency_hits
 from hf_entmax.analysis.metrics.position import argmax_counts, fold_distances
 from hf_entmax.analysis.metrics.registry import STATISTICS, query_sums
-from hf_entmax.analysis.metrics.sparsity import entropy_sums, support_counts
+from hf_entmax.analysis.metrics.sparsity import divergence_sums, entropy_sums, largest_sums, support_counts
+from hf_entmax.analysis.metrics.weights import HeadWeights, keep_pairs
 from hf_entmax.analysis.metrics.words import mean_between_words, merging_sums
 from hf_entmax.analysis.statistics.context import (
     ALIGNMENT_STEPS,
@@ -125,7 +124,7 @@ class SiteSums:
         self._add("queries", row, context.query_counts.sum())
         self._add("sentences", row, has_pairs.sum())
         self._add("entropy", row, head_entropy.sum(0))
-        self._add("largest", row, weights.row_max().double().sum(dim=(0, 2)))
+        self._add("largest", row, largest_sums(weights).sum(0))
         counted = densities[has_pairs]
         self._add("sentence_density", row, counted.sum(0))
         self._add("sentence_density_sq", row, counted.square().sum(0))

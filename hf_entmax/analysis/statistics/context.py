@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import HeadWeights, word_indicator
 from hf_entmax.analysis.metrics.registry import ROLES, RoleInputs, role_targets
 from hf_entmax.analysis.metrics.roles import (
     ALIGNMENT_ROLES,
@@ -20,6 +19,7 @@ from hf_entmax.analysis.metrics.roles import (
     offset_targets,
     same_share,
 )
+from hf_entmax.analysis.metrics.weights import HeadWeights, word_indicator
 from hf_entmax.analysis.reading.words import TokenTable, question_masks, word_ids
 from hf_entmax.batches.prepare import BatchInfo
 

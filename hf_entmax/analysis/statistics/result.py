@@ -28,8 +28,8 @@ _FORMAT = 1
 _PLAIN = ("name", "num_sentences", "num_tokens", "notes", "info", "scores")
 
 
-def _by_site(read: Callable[[SiteStatistics], Tensor], meaning: str) -> property:
-    return property(lambda self: {name: read(site) for name, site in self.sites.items()}, doc=meaning)
+def _by_site(read: Callable[[SiteStatistics], Tensor], meaning: str | None = None) -> property:
+    return property(lambda self: {name: read(site) for name, site in self.sites.items()}, doc=meaning or read.__doc__)
 
 
 @dataclass
@@ -66,18 +66,12 @@ class AttentionStatistics:
     info: dict[str, Any] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
 
-    density = _by_site(SiteStatistics.density, "Density by site, [layers, heads].")
-    mean_support = _by_site(SiteStatistics.mean_support, "Nonzero weights per query, mean by site, [layers, heads].")
-    entropy = _by_site(SiteStatistics.entropy, "Mean entropy by site in nats, [layers, heads].")
-    max_weight = _by_site(SiteStatistics.max_weight, "Mean largest weight by site, [layers, heads].")
-    head_diversity = _by_site(
-        SiteStatistics.head_diversity,
-        "Jensen-Shannon divergence between heads by site in units of log(heads), [layers].",
-    )
-    head_diversity_nats = _by_site(
-        lambda site: site.head_diversity(normalize=False),
-        "Jensen-Shannon divergence between heads by site in nats, [layers].",
-    )
+    density = _by_site(SiteStatistics.density)
+    mean_support = _by_site(SiteStatistics.mean_support)
+    entropy = _by_site(SiteStatistics.entropy)
+    max_weight = _by_site(SiteStatistics.max_weight)
+    head_diversity = _by_site(SiteStatistics.head_diversity)
+    head_diversity_nats = _by_site(lambda site: site.head_diversity(normalize=False), "The same in nats.")
 
     def positional_confidence(self, offset: int = -1) -> dict[str, Tensor]:
         """Mean weight at offset -1, 0 or +1 by site, [layers, heads]."""

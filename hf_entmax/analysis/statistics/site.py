@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.diversity import normalize_divergence
-from hf_entmax.analysis.metrics.gold import ALIGNMENT_METHODS, error_rate
+from hf_entmax.analysis.metrics.annotation import ALIGNMENT_METHODS, error_rate
 from hf_entmax.analysis.metrics.position import positional_census
 from hf_entmax.analysis.metrics.roles import (
     ALIGNMENT_ROLES,
@@ -20,6 +19,7 @@ from hf_entmax.analysis.metrics.roles import (
     best_role,
     strength,
 )
+from hf_entmax.analysis.metrics.sparsity import normalize_divergence
 from hf_entmax.analysis.statistics.accumulate import CONFIDENCE_BINS, DIRECTIONS, OFFSETS
 from hf_entmax.analysis.statistics.context import ALIGNMENT_STEPS
 
@@ -39,12 +39,23 @@ class LayerInfo:
     num_heads: int
 
 
+def _mean(numerator: str, denominator: str, meaning: str) -> Callable[[SiteStatistics], Tensor]:
+    """A method that divides a sum [layers, heads] by a count [layers]."""
+
+    def method(self: SiteStatistics) -> Tensor:
+        return self._per_head(numerator, denominator)
+
+    method.__doc__ = meaning
+    return method
+
+
 @dataclass
 class SiteStatistics:
     """Statistics of all layers and heads of one attention site.
 
-    Methods return tensors [layers, heads] in float64 unless said otherwise. NaN stands for "not measured": the means
-    were missing (no tokenizer, no gold data), nothing was counted, or a layer has fewer heads than another.
+    Methods return tensors [layers, heads] in float64 unless said otherwise; the function of the same name in
+    `hf_entmax.analysis` defines the statistic. NaN stands for "not measured": the means were missing (no tokenizer, no gold
+    data), nothing was counted, or a layer has fewer heads than another.
 
     Attributes:
         site: "encoder_self", "cross" or "decoder_self".
@@ -91,25 +102,13 @@ class SiteStatistics:
         exists = self.head_exists.view(self.num_layers, self.num_heads, *[1] * (values.dim() - 2))
         return values.masked_fill(~exists, float("nan"))
 
-    def density(self) -> Tensor:
-        """Fraction of possible weights that are not zero; see :func:`hf_entmax.analysis.density`."""
-        return self._per_head("support", "pairs")
-
-    def mean_support(self) -> Tensor:
-        """Mean number of keys with nonzero weight per query; see :func:`hf_entmax.analysis.mean_support`."""
-        return self._per_head("support", "queries")
-
-    def entropy(self) -> Tensor:
-        """Mean entropy of the rows in nats; see :func:`hf_entmax.analysis.entropy`."""
-        return self._per_head("entropy", "queries")
-
-    def max_weight(self) -> Tensor:
-        """Mean largest weight; see :func:`hf_entmax.analysis.max_weight`."""
-        return self._per_head("largest", "queries")
-
-    def sentence_density_mean(self) -> Tensor:
-        """Mean over sentences of the density of one sentence."""
-        return self._per_head("sentence_density", "sentences")
+    density = _mean("support", "pairs", "Fraction of the possible weights that are not zero, per head.")
+    mean_support = _mean("support", "queries", "Mean number of keys with nonzero weight per query.")
+    entropy = _mean("entropy", "queries", "Mean entropy of the rows in nats.")
+    max_weight = _mean("largest", "queries", "Mean largest weight of a row.")
+    sentence_density_mean = _mean(
+        "sentence_density", "sentences", "Mean over sentences of the density of one sentence."
+    )
 
     def sentence_density_std(self) -> Tensor:
         """Standard deviation over sentences of the density of one sentence: how much a head's sparsity depends on the input."""
@@ -127,7 +126,7 @@ class SiteStatistics:
         return self._per_head(f"statistic:{name}", f"statistic:{name}:queries")
 
     def head_diversity(self, normalize: bool = True) -> Tensor:
-        """Jensen-Shannon divergence between the heads of each layer, [layers]; see :func:`hf_entmax.analysis.head_diversity`."""
+        """Jensen-Shannon divergence between the heads of each layer, [layers]."""
         if "divergence" not in self.sums:
             return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
         nats = (self.sums["divergence"] / self.sums["divergence_queries"]).clamp(min=0.0)
@@ -135,14 +134,14 @@ class SiteStatistics:
         return torch.stack([normalize_divergence(value, layer.num_heads, normalize) for value, layer in pairs])
 
     def positional_confidence(self, offset: int = -1) -> Tensor:
-        """Mean weight at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_confidence`."""
+        """Mean weight at offset -1, 0 or +1."""
         if "argmax_queries" not in self.sums:
             return self._role_score(_offset_role(offset))
         mass = self.sums["distance"][..., self.max_distance + 1 + offset]
         return self._mask(mass / self.sums["argmax_queries"][:, None, OFFSETS.index(offset)])
 
     def positional_share(self, offset: int = -1) -> Tensor:
-        """Fraction of queries whose largest weight is at offset -1, 0 or +1; see :func:`hf_entmax.analysis.positional_share`."""
+        """Fraction of queries whose largest weight is at offset -1, 0 or +1."""
         at = (..., OFFSETS.index(offset))
         return self._measured("argmax_hits", lambda s: s["argmax_hits"][at] / s["argmax_queries"].unsqueeze(1)[at])
 
@@ -156,11 +155,11 @@ class SiteStatistics:
         return self._mask(((place + 0.5) / CONFIDENCE_BINS).masked_fill(total[..., 0] == 0, float("nan")))
 
     def positional_census(self, offset: int = -1) -> dict[str, Any]:
-        """The heads that are positional for an offset of -1, 0 or +1; see :func:`hf_entmax.analysis.positional_census`."""
+        """The heads that are positional for an offset of -1, 0 or +1."""
         return positional_census(self.positional_confidence(offset), self.positional_share(offset))
 
     def distance_profile(self) -> Tensor:
-        """Share of the mass at every distance, [layers, heads, 2 D + 3]; see :func:`hf_entmax.analysis.distance_profile`."""
+        """Share of the mass at every distance, [layers, heads, 2 D + 3]."""
         return self._measured("distance", lambda s: s["distance"] / s["mass"].unsqueeze(-1), 2 * self.max_distance + 3)
 
     def mean_distance(self) -> Tensor:
@@ -168,23 +167,23 @@ class SiteStatistics:
         return self._measured("absolute_distance", lambda s: s["absolute_distance"] / s["mass"])
 
     def subword_merging(self, min_pieces: int = 1) -> Tensor:
-        """Subword-merging score; see :func:`hf_entmax.analysis.subword_merging`."""
+        """Subword-merging score."""
         sizes = ("several",) if min_pieces == 2 else ("several", "single")
         total = lambda sums, what: torch.stack([sums[f"{what}_{size}"] for size in sizes]).sum(0)  # noqa: E731
         return self._measured("merging_several", lambda s: total(s, "merging") / total(s, "words").unsqueeze(-1))
 
     def interrogation(self) -> Tensor:
-        """Mean weight on the final question mark from words that ask; see :func:`hf_entmax.analysis.interrogation`."""
+        """Mean weight on the final question mark from words that ask."""
         return self._role_score("question")
 
     def sink_mass(self, kind: str = "special") -> Tensor:
-        """Mean mass on "special" tokens, the "first" token (from the others) or "punctuation"; see :func:`hf_entmax.analysis.sink_mass`."""
+        """Mean mass on "special" tokens, the "first" token (from the others) or "punctuation"."""
         if kind not in ("special", "first", "punctuation"):
             raise ValueError(f"kind is {kind!r}; allowed are 'special', 'first' and 'punctuation'.")
         return self._role_score(kind)
 
     def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
-        """Fraction of words whose largest weight is on the gold head; see :func:`hf_entmax.analysis.dependency_accuracy`."""
+        """Fraction of words whose largest weight is on the gold head."""
         at = (..., DIRECTIONS.index(direction))
         ratio = lambda s: s["dependency_hits"][at] / s["dependency_words"].unsqueeze(-1)  # noqa: E731
         return self._measured("dependency_hits", ratio)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.metrics.forms import ratio, result_dtype
+from hf_entmax.analysis.metrics.weights import ratio, result_dtype
 from hf_entmax.analysis.metrics.words import check_word_ids, word_attention
 from hf_entmax.batches.pairs import as_mask, check_weights
 

@@ -16,7 +16,7 @@ from hf_entmax.analysis.metrics.registry import STATISTICS
 from hf_entmax.analysis.metrics.roles import CROSS_ROLE_NAMES, ROLE_NAMES, HeadRole
 from hf_entmax.analysis.plots.style import SITE_COLOURS, SITE_NAMES
 from hf_entmax.analysis.report.findings import Finding, compare, head_name, summarize
-from hf_entmax.analysis.report.tables import head_rows, relation_rows, sentence_rows, site_rows
+from hf_entmax.analysis.report.rows import head_rows, relation_rows, sentence_rows, site_rows
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 
 #: Digits kept of every number in the page; the files beside it have all of them.
