@@ -1,4 +1,4 @@
-"""What ``generate()`` does for patched models: entmax probabilities for ``output_alpha``, and the cache that reads sparsely."""
+"""What ``generate()`` does for patched models: entmax probabilities, the cache that reads sparsely, continuous batching."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from hf_entmax.generation.processor import EntmaxLogitsProcessor
+from hf_entmax.generation.serving import hooks
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
 
 #: ``generate(cache_implementation=...)``, or the same field of a generation configuration, for `ExactSparseCache`.
@@ -25,6 +26,7 @@ def install() -> None:
         return
     require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
     require(GenerationMixin, "init_continuous_batching", ["self", "generation_config"])
+    hooks.install()
     require(GenerationMixin, "_prepare_cache_for_generation", ["self", "generation_config", "model_kwargs"])
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
@@ -70,13 +72,12 @@ def install() -> None:
 
     @functools.wraps(batching)
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.config, CONFIG_KEY, None) is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} is patched with entmax attention, which does not read the paged caches of continuous "
-                "batching (generate_batch, transformers serve --continuous-batching); the attention implementations that do "
-                "are softmax. Use model.generate with a padded batch, or serve without continuous batching."
-            )
-        return batching(self, *args, **kwargs)
+        if not hooks.patched_anywhere(self):
+            return batching(self, *args, **kwargs)
+        hooks.refuse_engine(self)
+        manager = batching(self, *args, **kwargs)
+        hooks.check_manager(manager)
+        return manager
 
     GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]
     GenerationMixin.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]

@@ -51,6 +51,9 @@ class EntmaxLogitsProcessor(LogitsProcessor):
         Peters, Niculae, Martins 2019, sec. 4.1.
     """
 
+    #: It looks at one row of scores at a time, which is all that continuous batching hands over.
+    supports_continuous_batching = True
+
     def __init__(self, alpha: float = 1.5, temperature: float = 1.0) -> None:
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
             raise TypeError(f"temperature must be a float, not {type(temperature).__name__}.")

@@ -17,6 +17,7 @@ from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.discovery import head_count
 from hf_entmax.integration.masks import StructuredMask
 from hf_entmax.integration.observe import Observer, is_observed, observers_of
+from hf_entmax.integration.paged import PagedCall, PagedMask
 from hf_entmax.integration.parallel import heads_mesh, of_all_heads, of_own_heads, refuse_context_parallel
 from hf_entmax.integration.scaled_query import scaled_query
 from hf_entmax.integration.softmax_blocks import runs_softmax
@@ -104,14 +105,30 @@ def entmax_attention_forward(
             "hf_entmax.patch_model(model), or load a checkpoint that was saved from a patched model with hf_entmax imported."
         )
     refuse_context_parallel()
-    key_length = key.shape[-2]
-    if attention_mask is not None and attention_mask.shape[-1] > key_length:
-        attention_mask = attention_mask[..., :key_length]
     sink = s_aux if s_aux is not None else sinks
     if sink is not None and softcap is not None:
         raise ValueError(
             "Attention sinks together with softcap are not supported: the sink's score must not be capped."
         )
+    key_length = key.shape[-2]
+    if isinstance(attention_mask, PagedMask):
+        refused = {"position_bias": position_bias, "indices": indices, "block_indices": block_indices}
+        options = AttentionOptions(
+            softcap=softcap,
+            scaling=scaling,
+            dropout=dropout,
+            need_weights=_weights_wanted(module, kwargs, observers),
+            sink=None if sink is None else sink.reshape(-1),
+            alpha_max=_alpha_max(heads),
+        )
+        return _attend_paged(module, heads, query, key, value, attention_mask, options, observers, refused), None
+    if kwargs.get("write_index") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} is called for continuous batching without the mask that goes with it: this model makes its "
+            "own. Use model.generate with a padded batch."
+        )
+    if attention_mask is not None and attention_mask.shape[-1] > key_length:
+        attention_mask = attention_mask[..., :key_length]
     options = AttentionOptions(
         attention_mask=attention_mask,
         position_bias=position_bias,
@@ -180,6 +197,46 @@ def _attend(
     if isinstance(kind, MappingOptions):
         return mapped_attention(kind.mapping, numbers, query, key, value, options, backend)
     return attend(query, key, value, numbers, options, backend)
+
+
+def _attend_paged(
+    module: nn.Module,
+    heads: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PagedMask,
+    options: AttentionOptions,
+    observers: tuple[Observer, ...],
+    refused: dict[str, Tensor | None],
+) -> Tensor:
+    """The output ``[1, T_q, H, D_v]`` for the requests of a step of continuous batching."""
+    given = [name for name, tensor in refused.items() if tensor is not None]
+    if given or options.need_weights:
+        what = "weights are not handed out" if options.need_weights else f"{given[0]} is not supported"
+        raise NotImplementedError(
+            f"{type(module).__name__}: {what} under continuous batching. Use model.generate, or a forward pass of its own."
+        )
+    kind = getattr(heads, "original_module", heads)
+    mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
+    if mesh is not None:
+        raise NotImplementedError(
+            "Continuous batching of patched models runs on one process, without tensor parallelism."
+        )
+    query = scaled_query(module, heads, query, key.shape[-2], options, None, mask.step.visible_keys(module))
+    alpha: Any = None
+    if not isinstance(kind, MappingOptions):
+        alpha = 1.0 if heads is None else heads()
+    call = PagedCall(
+        module,
+        alpha,
+        "torch" if heads is None else getattr(kind, "backend", "auto"),
+        lambda q, k, v, options: _attend(module, heads, q, k, v, options, None)[0],
+    )
+    out = mask.step.attend(call, query, key, value, options)
+    for observer in observers:
+        out = observer.sees(module, None, out)
+    return out
 
 
 def _alpha_max(heads: nn.Module | None) -> float:

@@ -43,11 +43,13 @@ def scaled_query(
     keys: int,
     options: AttentionOptions,
     mesh: DeviceMesh | None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """The query times the factor of its head, its number of visible keys and (if adaptive) its hidden state.
 
     ``query`` ``[B, H, T_q, D]`` is of this process's own heads of ``module``, ``heads`` the child with the learned numbers;
-    the query itself comes back where there is no length scaling.
+    the query itself comes back where there is no length scaling. ``visible`` says how many keys each query may see where that
+    does not follow from ``keys`` and ``options``.
 
     Raises:
         ValueError: if the factor depends on hidden states that are not at hand, or not one for each query.
@@ -68,7 +70,7 @@ def scaled_query(
                 f"{tuple(query.shape)} = [B, H, T_q, D] and was called with {found}. Choose length_scaling='log', or leave "
                 "this module out with sites, layers or exclude."
             )
-    visible = options.visible_keys(query.shape[-2], keys, query.device)
+    visible = options.visible_keys(query.shape[-2], keys, query.device) if visible is None else visible
     if mesh is not None and visible.shape[1] > 1:
         visible = of_all_heads(visible, mesh, 1)
     factor: Tensor = scaling(visible, hidden if hidden is None else hidden.to(query.device))

@@ -251,13 +251,3 @@ def test_a_processor_given_by_the_caller_takes_precedence_and_assistants_work():
     hf_entmax.unpatch_model(twin)
     out = twin.generate(**inputs, **call)
     assert (out.scores[0] > -torch.inf).all()
-
-
-@pytest.mark.parametrize(
-    "start", [lambda model: model.generate_batch([[3, 4, 5]]), lambda model: model.init_continuous_batching()]
-)
-def test_continuous_batching_is_refused_in_our_words(start):
-    model = hf_entmax.patch_model(tiny.build("llama"))
-    with pytest.raises(NotImplementedError, match="does not read the paged caches of continuous batching"):
-        start(model)
-    assert model.config._attn_implementation == "hf_entmax"

@@ -1,0 +1,134 @@
+"""Attention for one forward pass of the engine: which request has which queries, and where its keys lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_entmax.integration.paged import PagedCall
+from hf_entmax.ops.options import AttentionOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The part of one request in a step.
+
+    Attributes:
+        name: its id in the engine.
+        first: place of its first query in the row of all queries.
+        queries: how many it has.
+        past: how many of its tokens are in the cache already.
+    """
+
+    name: str
+    first: int
+    queries: int
+    past: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request, those of this step included."""
+        return self.past + self.queries
+
+    @property
+    def span(self) -> slice:
+        """Its queries in the row of all."""
+        return slice(self.first, self.first + self.queries)
+
+
+class PagedStep:
+    """One forward pass over the tokens of several requests.
+
+    Every request is attended to by itself, over keys that are read through its own table of blocks: whatever else lies in the
+    cache, of other requests or of nobody, is not looked at.
+
+    Args:
+        cache: the engine's paged cache.
+        batch: its requests in the order of their queries, ``FutureRequestState`` each.
+        write_index: of each allocator, where the new keys go, int64 ``[T_q]``.
+    """
+
+    def __init__(self, cache: Any, batch: Sequence[Any], write_index: Sequence[Tensor]) -> None:
+        self.cache, self._write_index = cache, write_index
+        counts = [future.query_length for future in batch]
+        firsts = itertools.accumulate(counts, initial=0)
+        self.requests = [
+            # The engine has moved the position on to the end of this step.
+            Request(future.state.request_id, first, count, future.state.position_offset - count)
+            for future, first, count in zip(batch, firsts, counts, strict=False)
+        ]
+        self._visible: dict[int | None, Tensor] = {}
+
+    def visible_keys(self, module: nn.Module) -> Tensor:
+        """How many keys each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
+        window = window_of(self.cache.layer_to_allocator[module.layer_idx])
+        if window not in self._visible:
+            counts = np.concatenate([np.arange(r.past + 1, r.length + 1) for r in self.requests])
+            counts = counts if window is None else np.minimum(counts, window)
+            self._visible[window] = torch.from_numpy(counts).to(self.cache.device)[None, None]
+        return self._visible[window]
+
+    def attend(self, call: PagedCall, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See `hf_entmax.integration.paged.Step`."""
+        layer: int = call.module.layer_idx  # type: ignore[assignment]
+        allocator = self.cache.layer_to_allocator[layer]
+        if value.shape[-1] != key.shape[-1]:
+            raise NotImplementedError(
+                f"{type(call.module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}: the "
+                "engine's cache holds one width. Use model.generate with a padded batch."
+            )
+        window = window_of(allocator)
+        # What slides out of a window is overwritten by what is stored now.
+        before = {} if window is None else {r.name: self._ring(allocator, layer, r) for r in self.requests if r.past}
+        nothing = self._write_index[allocator.index][:0]
+        new = (key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1))
+        allocator.update(*new, layer, nothing, self._write_index[allocator.index])
+        out = value.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        own = dataclasses.replace(options, is_causal=True, sliding_window=window)
+        for request in self.requests:
+            at = request.span
+            keys, values = key[:, :, at], value[:, :, at]
+            if window is not None and request.past:
+                past = before[request.name]
+                keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+            elif request.past:
+                keys, values = self._blocks(allocator, layer, request)
+            out[:, at] = call.attend(query[:, :, at], keys, values, own).transpose(1, 2)
+        return out
+
+    def _blocks(self, allocator: Any, layer: int, request: Request) -> tuple[Tensor, Tensor]:
+        """All keys and values of a request ``[1, H_kv, T, D]``."""
+        size = allocator.tokens_per_page
+        table = allocator.block_table[request.name][: -(-request.length // size)]
+        pages = torch.tensor(table, device=self.cache.device) * page_stride(allocator)
+        return tuple(_rows(held[pages].flatten(0, 1)[: request.length]) for held in allocator._kv_page_views[layer])  # type: ignore[return-value]
+
+    def _ring(self, allocator: Any, layer: int, request: Request) -> tuple[Tensor, Tensor]:
+        """Those of a window that the queries of this step may see, before the new ones are stored."""
+        window = allocator.sliding_window
+        slots = np.arange(max(0, request.past - window + 1), request.past) % window
+        table = np.asarray(allocator.block_table[request.name])
+        page, offset = np.divmod(slots, allocator.tokens_per_page)
+        index = torch.from_numpy(table[page] * allocator.block_physical_stride + offset).to(self.cache.device)
+        return tuple(_rows(held[index]) for held in allocator._kv_token_views[layer])  # type: ignore[return-value]
+
+
+def window_of(allocator: Any) -> int | None:
+    """The window of an allocator's layers, or None."""
+    return getattr(allocator, "sliding_window", None)
+
+
+def page_stride(allocator: Any) -> int:
+    """Pages of one layer from one block to the next: keys and values of all layers lie between."""
+    return allocator.block_physical_stride // allocator.tokens_per_page
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """``[T, H_kv, D]`` as ``[1, H_kv, T, D]``."""
+    return tokens.transpose(0, 1)[None]

@@ -1,0 +1,273 @@
+"""Patched models in the continuous-batching engine of Transformers: the same tokens as `generate`, one request at a time."""
+
+import contextlib
+
+import pytest
+import tiny_models as tiny
+import torch
+import transformers as tf
+
+import hf_entmax
+from hf_entmax.generation.serving import hooks
+
+if hooks.problem() is not None:
+    pytest.skip(hooks.problem(), allow_module_level=True)
+
+NEW = 6
+MORE = {
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**tiny._LLAMA, head_dim=8)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**tiny._LLAMA, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**tiny._LLAMA)),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            **tiny._IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=20, max_position_embeddings=64,
+            word_embed_proj_dim=32,
+        )
+    ),
+    "gpt_oss": lambda: tf.GptOssForCausalLM(
+        tf.GptOssConfig(
+            **tiny._LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tiny._LLAMA, num_local_experts=2, num_experts_per_tok=1)),
+}  # fmt: skip
+
+
+def _model(family="llama", **options):
+    torch.manual_seed(0)
+    model = tiny.enlarged(MORE[family]()) if family in MORE else tiny.build(family)
+    return hf_entmax.patch_model(model, **({"alpha": 1.5} | options))
+
+
+def _prompts(lengths, seed=0, vocabulary=tiny.VOCAB):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _settings(**options):
+    return tf.GenerationConfig(
+        **({"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | options)
+    )
+
+
+def _engine(**options):
+    """Blocks of 4 tokens; prompts are read in pieces of 16 tokens at most."""
+    return tf.ContinuousBatchingConfig(**({"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16} | options))
+
+
+def _alone(model, prompt, new=NEW):
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        generation_config=_settings(max_new_tokens=new),
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def _same(model, prompts, **engine):
+    found = model.generate_batch(prompts, generation_config=_settings(), continuous_batching_config=_engine(**engine))
+    assert [out.error for out in found.values()] == [None] * len(prompts)
+    assert [out.generated_tokens for out in found.values()] == [_alone(model, prompt) for prompt in prompts]
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _manager(model, poison=False, **engine):
+    manager = model.init_continuous_batching(
+        generation_config=_settings(), continuous_batching_config=_engine(**engine)
+    )
+    if poison:  # bytes of ones are NaN in every floating type
+        manager.batch_processor = manager._create_batch_processor()
+        manager.batch_processor.cache.cache_tensor.fill_(255)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop()
+
+
+def _results(manager, names):
+    found = {}
+    while len(found) < len(names):
+        out = manager.get_result(timeout=20)
+        assert out is not None, manager.background_thread_status.fatal_error
+        if out.is_finished():
+            found[out.request_id] = out
+    return [found[name] for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*tiny.DECODERS, *MORE])
+def test_generate_batch_is_generate_for_every_family(family):
+    # Pieces of prompts, windows that slide, and more tokens in all than the cache holds.
+    _same(_model(family), _prompts([5, 9, 1, 20, 3, 13, 30]), num_blocks=24)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha": "learned", "alpha_init": "normal"},
+        {"alpha": 1},
+        {"alpha": 2, "backend": "torch"},
+        {"mapping": "sparsehourglass"},
+        {"mapping": "softmax"},
+        {"length_scaling": "log", "length_scaling_init": "paper"},
+        {"length_scaling": "adaptive", "length_scaling_init": "paper"},
+        {"length_scaling": "constant", "length_scaling_init": "softmax"},
+        {"output_alpha": 1.5},
+        {"layers": [1]},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_mapping_and_length_scaling(options):
+    # A mapping of `mapping=` has no alpha.
+    alpha = {} if "mapping" not in options else {"alpha": "learned"}
+    _same(_model(**alpha, **options), _prompts([5, 18, 2]))
+
+
+def test_half_precision_and_a_single_block():
+    _same(_model().bfloat16(), _prompts([5, 9]), page_size=16, num_blocks=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_many_requests_that_come_and_go(family):
+    model = _model(family)
+    lengths = torch.randint(1, 40, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = _prompts(lengths)
+    with _manager(model, num_blocks=48) as manager:
+        names, cancelled, early = [], 0, []
+        for number, prompt in enumerate(prompts):
+            names.append(manager.add_request(prompt, max_new_tokens=1 + number % NEW))
+            if number % 7 == 3:
+                unwanted = manager.add_request(prompt, max_new_tokens=20, streaming=True)
+                # Until its first token, or for a while.
+                while (out := manager.get_result(timeout=1)) is not None and out.request_id != unwanted:
+                    early.append(out)
+                cancelled += out is not None
+                manager.cancel_request(unwanted)
+        early = {out.request_id: out for out in early if out.is_finished()}
+        found = early | {
+            out.request_id: out for out in _results(manager, [name for name in names if name not in early])
+        }
+    assert cancelled > 3
+    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        assert found[name].generated_tokens == _alone(model, prompt, 1 + number % NEW)
+
+
+def test_shared_prefixes_and_forks():
+    model, prefix = _model(), _prompts([21])[0]
+    prompts = [prefix + more for more in _prompts([3, 8, 1], seed=1)]
+    with _manager(model) as manager:
+        first = _results(manager, [manager.add_request(prompts[0], max_new_tokens=NEW)])
+        cache = manager.batch_processor.cache
+        assert cache.allow_block_sharing and cache.use_prefix_sharing
+        matched, search = [], cache.search_prefix_match
+        cache.search_prefix_match = lambda *call: matched.append(search(*call)) or matched[-1]
+        rest = _results(manager, [manager.add_request(prompt, max_new_tokens=NEW) for prompt in prompts[1:]])
+    assert matched == [20, 20]
+    assert [out.generated_tokens for out in first + rest] == [_alone(model, prompt) for prompt in prompts]
+    forked = model.generate_batch(
+        prompts[:1],
+        generation_config=_settings(num_return_sequences=3, do_sample=True, top_k=1),
+        continuous_batching_config=_engine(),
+    )
+    assert [out.generated_tokens for out in forked.values()] == [_alone(model, prompts[0])] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_requests_see_neither_each_other_nor_what_is_left_in_blocks(family):
+    model, poison = _model(family), tiny.VOCAB - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    healthy = _prompts([7, 22, 3, 12], vocabulary=poison)
+    poisoned = [[*prompt, poison, *prompt] for prompt in healthy]
+    kept = []
+
+    def keep(module, args, out):
+        kept.append(out[0].detach())
+
+    with _manager(model, poison=True) as manager:
+        names = []
+        for good, bad in zip(healthy, poisoned, strict=True):
+            manager.add_request(bad, max_new_tokens=NEW)
+            names.append(manager.add_request(good, max_new_tokens=NEW))
+        found = dict.fromkeys(names)
+        while any(out is None for out in found.values()):
+            out = manager.get_result(timeout=20)
+            if out.is_finished():
+                found[out.request_id] = out
+        # The blocks that the poisoned requests leave behind are taken again.
+        names += [manager.add_request(good, max_new_tokens=NEW) for good in healthy]
+        again = _results(manager, names[len(healthy) :])
+    for prompt, out in zip(healthy * 2, [*(found[name] for name in names[: len(healthy)]), *again], strict=True):
+        clean = _alone(model, prompt)
+        assert out.generated_tokens == clean
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_no_query_sees_the_future(family):
+    model, poison = _model(family), tiny.VOCAB - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    prompt = [*_prompts([25], vocabulary=poison)[0], poison, 5, 6, 7, 8]
+    seen, states = [], []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"][0].clone()), with_kwargs=True
+    )
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, out: states.append(out[0][0]))
+    model.generate_batch([prompt], generation_config=_settings(max_new_tokens=1), continuous_batching_config=_engine())
+    position, bad = torch.cat(seen), torch.cat(states).isnan().any(-1)
+    assert position.tolist() == list(range(30)) and len(seen) == 2
+    assert not bad[:25].any() and bad[25:27].all()
+
+
+def test_a_request_that_never_fits_is_refused_and_others_go_on():
+    model = _model()
+    with _manager(model, num_blocks=6) as manager:
+        prompts = _prompts([9, 40, 10])
+        good = [manager.add_request(prompts[0], max_new_tokens=NEW)]
+        long = [
+            manager.add_request(prompts[1], max_new_tokens=NEW),
+            manager.add_request(prompts[0], max_new_tokens=100),
+        ]
+        good.append(manager.add_request(prompts[2], max_new_tokens=NEW))
+        out = _results(manager, good + long)
+        most = hooks.capacity(manager.batch_processor.cache)
+        assert most >= 24
+        for refused in out[2:]:
+            assert f"the cache holds {most} in all" in refused.error and refused.status.name == "FAILED"
+        full = manager.add_request(prompts[1][: most - NEW + 1], max_new_tokens=NEW)
+        out = out[:2] + _results(manager, [full])
+    assert [o.generated_tokens for o in out] == [
+        _alone(model, prompt) for prompt in (prompts[0], prompts[2], prompts[1][: most - NEW + 1])
+    ]
+
+
+def test_what_the_engine_offers_and_attention_cannot_do_is_refused():
+    model = _model()
+    for options in (
+        {"use_async_batching": True},
+        {"default_compile_level": 1},
+        {"varlen_compile_config": tf.CompileConfig()},
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            model.init_continuous_batching(_settings(), _engine(**options))
+    out = model.generate_batch([[3, 4, 5]], _settings(), _engine())
+    assert out and model.config._attn_implementation == "hf_entmax"
+    # Softmax models are as they were.
+    plain = tiny.build("llama", attn_implementation="sdpa")
+    assert [o.generated_tokens for o in plain.generate_batch([[3, 4, 5]], _settings(), _engine()).values()] == [
+        _alone(plain, [3, 4, 5])
+    ]
+
+
+def test_another_engine_is_refused_by_name(monkeypatch):
+    model = _model()
+    expected = [*hooks._EXPECTED, ("cache", "PagedAttentionCache", "gone", ["self"])]
+    monkeypatch.setattr(hooks, "_EXPECTED", expected)
+    for start in (lambda: model.generate_batch([[3, 4, 5]]), model.init_continuous_batching):
+        with pytest.raises(NotImplementedError, match=r"PagedAttentionCache.gone"):
+            start()
