@@ -4,7 +4,7 @@
     python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
     accelerate launch recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
     python recipes/multilabel.py --smoke
-    python -m recipes.evidence page                             # the pages of what has been run
+    python -m recipes.lab page                             # the pages of what has been run
 
 Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' steps=500``. Runs are appended to
 the CSV file ``--out`` as they finish; started again, the recipe goes on where it stopped.

@@ -12,7 +12,7 @@ from hf_entmax import bench
 from hf_entmax.bench import implementations, losses, runner, timing
 from hf_entmax.bench.cases import Case, ModelCase
 
-RESULTS = Path(__file__).parents[1] / "recipes" / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "recipes" / "lab" / "results" / "bench"
 TINY = Case("tiny", 2, 4, 24, head_dim=16, kv_heads=2, causal=True, against=("eager_softmax", "sdpa", "ours_torch"))
 
 

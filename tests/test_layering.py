@@ -165,6 +165,20 @@ def test_the_mathematics_does_not_know_transformers(path):
         assert not [n for n in names if n.split(".")[0] in ("transformers", "accelerate", "datasets")]
 
 
+def test_nothing_imports_the_laboratory():
+    root = PACKAGE.parent
+    lab = (root / "recipes" / "lab", root / "tests" / "recipes" / "lab", root / "tests" / "model_types")
+    others = [p for part in ("hf_entmax", "recipes", "tests", "docs") for p in (root / part).rglob("*.py")]
+    for path in others:
+        if any(room in path.parents for room in lab):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = (getattr(node, "module", None) or "") if isinstance(node, ast.ImportFrom) else ""
+            for name in (module, *named, *(f"{module}.{name}" for name in named)):
+                assert not re.match(r"(recipes\.)?lab(\.|$)", name), f"{path}:{node.lineno} imports {name}"
+
+
 def test_no_file_does_too_much():
     long = {
         str(p.relative_to(PACKAGE)): n for p in FILES if (n := len(p.read_text(encoding="utf-8").splitlines())) > 450

@@ -94,6 +94,9 @@ def test_shell_lines(line, tmp_path):
     else:
         assert words[0] in ("python", "accelerate"), f"nothing checks {line!r}"
         scripts = [w for w in words if w.endswith(".py")]
+        if words[1] == "-m":
+            place = ROOT.joinpath(*words[2].split("."))
+            scripts = [str(place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__main__.py")]
         assert scripts and all((ROOT / script).exists() for script in scripts)
         if "--config" in words:
             sys.path.insert(0, str(ROOT / "recipes"))
@@ -115,7 +118,7 @@ def test_folders_that_a_line_reads_are_made_by_one_above():
 
 
 def test_figures_of_the_quickstart_are_those_of_its_committed_results():
-    found = json.loads((ROOT / "recipes" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "recipes" / "lab" / "results" / "quickstart.json").read_text(encoding="utf-8"))
     part = (DOCS / "quickstart.md").read_text(encoding="utf-8")
     text = " ".join(part.split())
     before, after = (found["accuracy"][name] for name in ("before", "after"))
@@ -143,7 +146,9 @@ def test_figures_of_the_quickstart_are_those_of_its_committed_results():
 
 
 def test_what_is_slower_than_sdpa_is_said_with_the_figures_of_the_table():
-    with (ROOT / "recipes" / "benchmarks" / "results" / "targets-cpu.csv").open(encoding="utf-8", newline="") as file:
+    with (ROOT / "recipes" / "lab" / "results" / "bench" / "targets-cpu.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
         rows = [row for row in csv.DictReader(file) if row["implementation"] == "sdpa"]
     slower = [float(row["ratio"]) for row in rows if row["mode"] == "forward" and float(row["ratio"]) > 1]
     (memory,) = [float(row["ratio"]) for row in rows if row["mode"] == "memory"]

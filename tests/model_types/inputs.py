@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
-from recipes.evidence.model_types import ONLY_INSIDE
+from recipes.lab.pages.model_types import ONLY_INSIDE
 
 BATCH, LENGTH, TARGETS = 2, 9, 7
 

@@ -2,7 +2,7 @@
 
 python tests/model_types/sweep.py                       # all, on top of the rows that are there
 python tests/model_types/sweep.py --only llama,vit --again
-python -m recipes.evidence page                         # then: the list in docs/compatibility.md is made from the table
+python -m recipes.lab page                         # then: the list in docs/compatibility.md is made from the table
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.modeling_utils  # noqa: E402 - here once, not in every process that is forked
 
-from recipes.evidence.model_types import (  # noqa: E402
+from recipes.lab.pages.model_types import (  # noqa: E402
     CHECKS,
     CONFIGURATION,
     LARGE,

@@ -14,7 +14,7 @@ from sweep import model_types
 from torch import nn
 
 from hf_entmax.integration import interface
-from recipes.evidence.model_types import CHECKS, NOT_BUILT, faults
+from recipes.lab.pages.model_types import CHECKS, NOT_BUILT, faults
 
 TABLE = Path(__file__).parents[2] / "model_cards" / "model_types.csv"
 with TABLE.open(newline="", encoding="utf-8") as _file:

@@ -356,7 +356,7 @@ class TestResults:
         assert called("--report_to", "p", "q", "--lr", "1", "--names", "a", "b", "--resume") == plain
 
     def test_no_committed_file_mixes_line_ends_or_columns(self):
-        paths = sorted((RECIPES / "results").rglob("*.csv"))
+        paths = sorted((RECIPES / "lab" / "results").rglob("*.csv"))
         assert len(paths) >= 3
         for path in paths:
             with path.open(newline="", encoding="utf-8") as lines:

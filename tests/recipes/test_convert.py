@@ -278,7 +278,7 @@ def test_what_a_model_is_called(tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert convert.model_name("models/mine") == convert.model_name("models/mine/") == "mine"
     assert convert.model_name("openai-community/gpt2") == "openai-community/gpt2"
-    books = sorted((RECIPES / "results").glob("convert_??.csv"))
+    books = sorted((RECIPES / "lab" / "results").glob("convert_??.csv"))
     known = [row for book in books for row in rows(book)]
     assert len(known) > 5
     for row in known:

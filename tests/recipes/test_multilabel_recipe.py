@@ -1,4 +1,4 @@
-"""The multilabel recipe: its data, its scores against scikit-learn, its training, its results file, its figures."""
+"""The multilabel recipe: its data, its scores against scikit-learn, its training, its results file."""
 
 import csv
 import dataclasses
@@ -14,9 +14,6 @@ import multilabel as recipe
 from common import multilabel_data as data
 from common import multilabel_scores as results
 from common import multilabel_text as text
-from recipes.evidence import __main__ as program
-from recipes.evidence import figures, mappings
-from recipes.evidence.rows import Rows
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -193,18 +190,12 @@ def test_mulan_study_with_empty_rows(mulan, tmp_path):
 
 
 @pytest.mark.slow
-def test_smoke_writes_rows_that_the_card_can_read(tmp_path, monkeypatch):
+def test_smoke_writes_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe.main(["--smoke"])
-    rows = Rows(tmp_path / "smoke")
-    assert len(rows("multilabel/synthetic")) == 3 * len(recipe.METHODS)
-    assert len(rows("multilabel/text")) == 5
-    for what in ("figures", "page"):
-        program.main([what, "--results", str(tmp_path / "smoke"), "--cards", "cards"])
-    card = (tmp_path / "cards" / "controllable_mappings.md").read_text(encoding="utf-8")
-    assert "| `sparsehourglass` | ✓ | ✓ |" in card and "## Synthetic documents" in card
-    assert (tmp_path / "cards" / "figures" / "controllable_regions.png").stat().st_size > 10_000
-    assert (tmp_path / "cards" / "figures" / "multilabel_synthetic.png").stat().st_size > 10_000
+    for study, count in (("synthetic", 3 * len(recipe.METHODS)), ("text", 5)):
+        with (tmp_path / "smoke" / "multilabel" / f"{study}.csv").open(newline="", encoding="utf-8") as lines:
+            assert len(list(csv.DictReader(lines))) == count
 
 
 @pytest.mark.parametrize(
@@ -279,47 +270,8 @@ class TestText:
             text.TextConfig(hidden=20)
 
 
-class TestFigures:
-    def test_region_plot_outlines_the_sparse_regions(self):
-        figure = figures.regions()
-        panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
-        assert len(panels) == len(figures.REGIONS)
-        outlined = {name for name, axes in panels.items() if axes.collections}
-        assert "softmax" not in outlined
-        assert {"sparsemax (λ = 0)", "sparsehourglass, q = 0.1"} <= outlined
-
-    def test_curves_need_results(self, tmp_path):
-        assert figures.synthetic(Rows(tmp_path)) is None
-
-    def test_claims_are_counted_not_assumed(self):
-        def rows(hinge, huber):
-            return [
-                {"dataset": axis, "setting": "1", "method": m, "micro_f1": f, "jsd": "0.1"}
-                for axis in ("mean_labels", "label_range", "length")
-                for m, f in (
-                    ("sparsemax+hinge", hinge),
-                    ("sparsemax+huber", huber),
-                    ("sparsemax+huber support", "0.1"),
-                    ("sparsehg+hinge", "0.5"),
-                    ("softmax+log", "0.9"),
-                )
-            ]
-
-        better, worse = mappings.claims(rows("0.6", "0.5")), mappings.claims(rows("0.5", "0.6"))
-        assert "whose threshold is tuned | 1 of 1 | 1 of 1 | 1 of 1 | **found** |" in better
-        assert "whose threshold is tuned | 0 of 1 | 0 of 1 | 0 of 1 | **not found** |" in worse
-
-    def test_the_table_compares_with_the_paper(self):
-        row = dict.fromkeys(results.FIELDS, "") | {
-            "dataset": "emotions", "setting": "l2 tuned", "empty_rows": "ignore", "test_rows": "all", "method": "softmax+log",
-            "micro_f1": "0.67", "macro_f1": "0.66", "jsd": "0.2", "support": "6", "n_test": "202",
-        }  # fmt: skip
-        table = mappings.mulan([row, {**row, "micro_f1": "0.65"}])
-        assert "| 0.660 ± 0.014 | 0.65 | +0.010 | 0.660 |" in table
-
-
 def test_committed_results_have_their_columns_and_no_duplicates():
-    for path in sorted((RECIPES / "results" / "multilabel").glob("*.csv")):
+    for path in sorted((RECIPES / "lab" / "results" / "multilabel").glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as lines:
             rows = list(csv.DictReader(lines))
         keys = [tuple(row[name] for name in results.KEY) for row in rows]

@@ -62,7 +62,7 @@ def tuned_blocks(device: str | None = None) -> dict[str, Blocks]:
     """The tiles of the file that the environment variable ``HF_ENTMAX_TRITON_BLOCKS`` names, by the name of their case.
 
     ``{"device": "NVIDIA H100 80GB HBM3", "blocks": {"half-64": {"rows": 128, "cols": 64, "warps": 8, ...}}}``, as
-    ``python -m recipes.benchmarks.gpu --parts tuning`` writes it, from a checkout. A case is "half" or "float32" and 64, 128 or
+    ``python -m recipes.lab.gpu --parts tuning`` writes it, from a checkout. A case is "half" or "float32" and 64, 128 or
     256, the padded head dimension. A file that cannot be used is named in a warning, once a device; the built-in tiles take
     its place.
 

@@ -1,1 +1,0 @@
-"""Everything there is to learn on one GPU, in one command: see `recipes.benchmarks.gpu.__main__`."""

@@ -1,0 +1,1 @@
+"""Longer than trained on: see `recipes.lab.length.__main__`."""

@@ -1,0 +1,400 @@
+"""Decoding with a long cache: entmax that reads a few bits of every key, against softmax that reads all of every key.
+
+    python -m recipes.lab.long_context generate models/smollm2 --text valid.txt --alpha 1.5        # whole model, tokens per second
+    python -m recipes.lab.long_context operator models/smollm2 --text valid.txt                    # attention alone, to 64k keys
+    python -m recipes.lab.long_context verify models/smollm2 --text valid.txt --prompt 1040 --steps 2000   # tokens and proof
+
+`generate` reads one prompt with each model, repeats it to a batch, cuts it to each length and times single decoding steps of both
+models in turn: the softmax model with PyTorch's SDPA and Transformers' own cache, the entmax model with `ExactSparseCache`. Before
+that, the entmax model must choose the same tokens with Transformers' own cache. `operator` takes keys and queries of the softmax
+model (with `--alpha own` of the entmax model), repeats the keys to longer lengths and takes the layers in turn, as a model does.
+Spreads are quartiles of the ratios of single steps. Both say how fast this machine reads memory: what the bytes take at least.
+`verify` compares generations with and without the cache, and every step that reads a sketch with dense weights in float64. A folder
+that was saved from a patched model keeps its own alphas (`--alpha own`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+
+import hf_entmax
+from hf_entmax.analysis.reading.tables import read_text
+from hf_entmax.generation import ExactSparseCache
+from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
+
+from .rows import RESULTS, RowFile, made_by
+from .texts import encode
+
+ORIGIN = "dtype command hardware versions"
+FIELDS = {
+    "generate": (
+        "model alpha softmax_cache length batch steps tokens_per_second softmax_tokens_per_second ratio ratio_25 ratio_75 "
+        "bits read nonzero cache_mib extra_memory key_value_mib_per_step softmax_key_value_mib_per_step weights_mib "
+        f"bandwidth_gib_s {ORIGIN}"
+    ),
+    "operator": (
+        "model alpha bits length layers steps read nonzero exact_ms dense_ms softmax_ms grouped_softmax_ms "
+        "ratio_to_softmax ratio_to_softmax_25 ratio_to_softmax_75 ratio_to_grouped_softmax ratio_to_grouped_softmax_25 "
+        "ratio_to_grouped_softmax_75 ratio_to_dense ratio_to_dense_25 ratio_to_dense_75 extra_memory key_value_mib "
+        f"softmax_key_value_mib bandwidth_gib_s {ORIGIN}"
+    ),
+    "verify": f"model alpha way batch prompt tokens same_tokens layer_steps pairs read nonzero bits violations {ORIGIN}",
+}
+FILES = {"generate": "long_context", "operator": "long_context_operator", "verify": "long_context_verified"}
+# Tokens of a prompt that are read at a time.
+_CHUNK = 1024
+# How `verify` generates.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 4},
+    "sampling": {"do_sample": True},
+}
+
+
+def load(settings: Any) -> tuple[Any, Any, Any]:
+    """The softmax model, the entmax model and the tokenizer."""
+    auto = AutoModelForCausalLM
+    plain, sparse = (auto.from_pretrained(settings.model, dtype=settings.dtype).eval() for _ in range(2))
+    for model in (plain,) if settings.alpha == "own" else (plain, sparse):
+        if hf_entmax.is_patched(model):
+            hf_entmax.unpatch_model(model)
+    if settings.alpha != "own":
+        hf_entmax.patch_model(sparse, alpha=float(settings.alpha))
+    elif not hf_entmax.is_patched(sparse):
+        raise SystemExit(f"--alpha own: {settings.model} was not saved from a patched model.")
+    plain.set_attn_implementation("sdpa")
+    return plain, sparse, AutoTokenizer.from_pretrained(settings.model)
+
+
+def prompt(settings: Any, model: Any, tokenizer: Any, length: int) -> Tensor:
+    """The first tokens of the text, ``[1, length]``."""
+    if model is not None:
+        check_length(model, length)
+    ids = encode(read_text(settings.text), tokenizer, length)
+    if len(ids) < length:
+        raise SystemExit(f"{settings.text} has {len(ids)} tokens, {length} are needed.")
+    return torch.tensor(ids)[None]
+
+
+def check_length(model: Any, length: int) -> None:
+    """Stop before a model is asked for more positions than it knows."""
+    if length > (most := getattr(model.config, "max_position_embeddings", length)):
+        raise SystemExit(f"The model knows {most} positions, {length} are needed.")
+
+
+def filled(settings: Any, model: Any, ids: Tensor, cache: Any, name: str) -> Any:
+    """The cache after a prompt; kept in a folder between calls, since reading a long prompt takes a minute."""
+    question = str(Path(settings.model).resolve()), settings.bits, ids.tolist()
+    digest = hashlib.sha256(repr(question).encode()).hexdigest()[:12]
+    kept = settings.keep and settings.keep / f"{Path(settings.model).name}-{name}-{settings.dtype}-{digest}.pt"
+    if kept and kept.exists():
+        return torch.load(kept, weights_only=False)
+    for chunk in ids.split(_CHUNK, 1):
+        model(chunk, past_key_values=cache, logits_to_keep=1)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(cache, kept)
+    return cache
+
+
+def cut(cache: Any, length: int, batch: int) -> Any:
+    """A copy of a cache of one sequence: its first tokens, so many times."""
+    cache = copy.deepcopy(cache)
+    cache.crop(length - cache.get_seq_length())
+    if batch > 1:
+        cache.batch_repeat_interleave(batch)
+    return cache
+
+
+def copied(cache: Any, other: Any) -> Any:
+    """Another kind of cache, given the keys and values of this one."""
+    for number, layer in enumerate(cache.layers):
+        other.update(layer.keys, layer.values, number)
+    return other
+
+
+class Greedy:
+    """Greedy decoding, step by step."""
+
+    def __init__(self, model: Any, cache: Any, token: int, batch: int) -> None:
+        self.model, self.cache = model, cache
+        self.token = torch.full((batch, 1), token)
+
+    def step(self) -> None:
+        """One token for each sequence."""
+        self.token = self.model(self.token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], rounds: int, warm: int) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other, round by round; those of the first rounds do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warm + rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if turn >= warm:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def bandwidth() -> float:
+    """GiB per second that all threads together read from memory: the median of sums over 512 MiB."""
+    data = torch.ones(2**27)
+    return data.nbytes / 2**30 / statistics.median(in_turn({"sum": data.sum}, 7, 0)["sum"])
+
+
+def compared(seconds: list[float], with_seconds: list[float], name: str) -> dict[str, str]:
+    """How many times as long something took: the ratio of the medians, and the quartiles of the ratios step by step."""
+    ratio = statistics.median(seconds) / statistics.median(with_seconds)
+    ratios = [own / other for own, other in zip(seconds, with_seconds, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {name: f"{ratio:.3f}", f"{name}_25": f"{low:.3f}", f"{name}_75": f"{high:.3f}"}
+
+
+def generate(settings: Any, results: RowFile) -> None:
+    """Tokens per second of the whole model, by length and batch."""
+    plain, sparse, tokenizer = load(settings)
+    ids = prompt(settings, plain, tokenizer, max(settings.lengths))
+    own = filled(settings, plain, ids, DynamicCache(config=plain.config), "softmax")
+    exact = filled(settings, sparse, ids, ExactSparseCache(sparse, settings.bits), f"entmax-{settings.alpha}")
+    machine = {"weights_mib": f"{weight_bytes(plain) / 2**20:.0f}", "bandwidth_gib_s": f"{bandwidth():.1f}"}
+    for length in settings.lengths:
+        check_tokens(sparse, exact, int(ids[0, length - 1]), length - 1)
+        for batch in settings.batches:
+            caches = cut(own, length - 1, batch), cut(exact, length - 1, batch)
+            if settings.softmax_cache == "static":
+                # It has room for all tokens and is not copied at each step.
+                static = StaticCache(config=plain.config, max_cache_len=length + settings.steps + 1)
+                caches = copied(caches[0], static), caches[1]
+            named = zip(("softmax", "entmax"), (plain, sparse), caches, strict=True)
+            steps = {name: Greedy(model, cache, int(ids[0, length - 1]), batch).step for name, model, cache in named}
+            seconds = in_turn(steps, settings.steps, 2)  # the first make the sketch and choose kernels
+            softmax, entmax = (f"{batch / statistics.median(taken):.2f}" for taken in seconds.values())
+            results.add(
+                length=length, batch=batch, steps=settings.steps, softmax_cache=settings.softmax_cache,
+                tokens_per_second=entmax, softmax_tokens_per_second=softmax, **compared(*seconds.values(), "ratio"),
+                **reading(caches[1].certificate(), head_bytes(sparse)), **machine, **settings.origin,
+            )  # fmt: skip
+            show(results, "generate")
+            del caches, steps
+
+
+def check_tokens(model: Any, cache: Any, token: int, length: int, steps: int = 4) -> None:
+    """Stop where the tokens are not those of Transformers' own cache."""
+    exact = cut(cache, length, 1)
+    plain = copied(exact, DynamicCache(config=model.config))
+    runs = Greedy(model, exact, token, 1), Greedy(model, plain, token, 1)
+    for _ in range(steps):
+        for run in runs:
+            run.step()
+        if int(runs[0].token) != int(runs[1].token):
+            raise SystemExit(f"At {length} tokens the model chooses other tokens with ExactSparseCache than without.")
+
+
+def show(results: RowFile, what: str) -> None:
+    print("  ".join(f"{name} {results.rows[-1][name]}" for name in FIELDS[what].split()[1:-4]), flush=True)
+
+
+def weight_bytes(model: Any) -> int:
+    """What a step reads of the weights: all but an embedding that is not the output layer too."""
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    unread = 0 if tied else model.get_input_embeddings().weight.nbytes
+    return sum(parameter.nbytes for parameter in model.parameters()) - unread
+
+
+def head_bytes(model: Any) -> int:
+    """Of one key of one head."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width * next(model.parameters()).element_size()
+
+
+def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
+    """What was read, as shares and per step; a row that several query heads read in full counts for each of them.
+
+    Args:
+        certificate: of the cache.
+        row_bytes: of a key, or of a value.
+    """
+    layers = certificate.layers
+    names = ("pairs", "read", "dense", "nonzero")
+    pairs, read, dense, nonzero = (sum(int(getattr(layer, name).sum()) for layer in layers) for name in names)
+    support = nonzero / max(1, pairs - dense)
+    cache, sketch = (sum(getattr(layer, name) for layer in layers) for name in ("cache_bytes", "sketch_bytes"))
+    steps = max(layer.steps + sum(layer.dense_steps.values()) for layer in layers)
+    return {
+        "bits": "/".join(str(bits) for bits in sorted({bits or 0 for layer in layers for bits in layer.head_bits})),
+        "read": f"{read / pairs:.5f}",
+        "nonzero": f"{support:.5f}",
+        "cache_mib": f"{cache / 2**20:.1f}",
+        "extra_memory": f"{sketch / cache:.4f}",
+        "key_value_mib_per_step": f"{(sketch + (read + support * pairs) / steps * row_bytes) / 2**20:.1f}",
+        "softmax_key_value_mib_per_step": f"{cache / 2**20:.1f}",
+    }
+
+
+def verify(settings: Any, results: RowFile) -> None:
+    """Generate with and without the cache, and compare every step that reads a sketch with dense weights in float64."""
+    _, model, tokenizer = load(settings)
+    batch, steps = settings.batches[0], settings.steps
+    check_length(model, settings.prompt + steps)
+    ids = prompt(settings, None, tokenizer, batch * settings.prompt).view(batch, -1)
+    exact = ExactSparseCache(model, settings.bits, verify=True)
+    found = []
+    for cache in (exact, DynamicCache(config=model.config)):
+        torch.manual_seed(0)
+        options = {"max_new_tokens": steps, "min_new_tokens": steps, **WAYS[settings.way]}
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        found.append(tokens[:, settings.prompt :])
+    certificate = exact.certificate()
+    print(certificate)
+    other = (found[0] != found[1]).nonzero()
+    results.add(
+        way=settings.way, batch=batch, prompt=settings.prompt, tokens=batch * steps,
+        same_tokens=batch * steps - len(other), violations=certificate.violations,
+        layer_steps=sum(layer.steps for layer in certificate.layers), pairs=certificate.keys_total,
+        **{name: what for name, what in reading(certificate, 0).items() if name in FIELDS["verify"].split()},
+        **settings.origin,
+    )  # fmt: skip
+    said = f"{batch} x {steps} tokens, {settings.way}, after prompts of {settings.prompt}: "
+    if len(other):
+        raise SystemExit(f"{said}DIFFERENT from token {int(other[:, 1].min())} on")
+    print(f"{said}the same")
+
+
+@contextlib.contextmanager
+def recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
+    """What the attention function of a model is given meanwhile: query, keys and values by layer."""
+    name, seen = model.config._attn_implementation, {}
+    own = AttentionInterface()[name]
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[module.layer_idx] = query, key, value
+        return own(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(name, record)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(name, own)
+
+
+def operator(settings: Any, results: RowFile) -> None:
+    """Attention of one query over the real keys of some layers, repeated to each length; means over the layers."""
+    if "own" in settings.alphas and settings.alpha != "own":
+        raise SystemExit(
+            "--alphas own: those that the folder was saved with are kept by --alpha own alone; give that too."
+        )
+    plain, sparse, tokenizer = load(settings)
+    model = sparse if settings.alpha == "own" else plain
+    ids = prompt(settings, model, tokenizer, min(settings.prompt, min(settings.lengths)))
+    cache = filled(settings, model, ids[:, :-1], DynamicCache(config=model.config), f"keys-{settings.alpha}")
+    with recorded(model) as seen:
+        model(ids[:, -1:], past_key_values=cache)
+    layers = settings.layers or sorted(seen)
+    own = hf_entmax.alphas(sparse)["decoder_self"]
+    machine = {"layers": len(layers), "steps": settings.steps, "bandwidth_gib_s": f"{bandwidth():.1f}"}
+    for length in settings.lengths:
+        given = [tuple(repeated(t, length) for t in seen[layer][1:]) for layer in layers]
+        for alpha in settings.alphas:
+            alphas = [own[layer] if alpha == "own" else float(alpha) for layer in layers]
+            for bits in settings.all_bits:
+                calls = zip(layers, given, alphas, strict=True)
+                cases = [Case(seen[layer][0], *tensors, alpha, bits) for layer, tensors, alpha in calls]
+                row = {"length": length, "bits": bits, **timed(cases, settings.steps), **machine}
+                results.add(**row, **{**settings.origin, "alpha": alpha})
+                show(results, "operator")
+
+
+def repeated(tensor: Tensor, length: int) -> Tensor:
+    """Keys or values, again and again up to a length."""
+    return tensor.repeat(1, 1, -(-length // tensor.shape[2]), 1)[:, :, :length].contiguous()
+
+
+class Case:
+    """One call of three kinds, compared with each other; bytes are those that the exact one and SDPA read."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, alpha: Any, bits: int) -> None:
+        sketch = sketch_keys(key, bits)
+        softmax = torch.nn.functional.scaled_dot_product_attention
+        self.calls: dict[str, Callable[[], Any]] = {
+            "exact_ms": lambda: exact_sparse_attention(query, sketch, key, value, alpha),
+            "dense_ms": lambda: entmax_attention(query, key, value, alpha),
+            "softmax_ms": lambda: softmax(query, key, value, enable_gqa=query.shape[1] != key.shape[1]),
+            # A single query needs no mask, so that those of the heads that share keys can be rows of one product.
+            "grouped_softmax_ms": lambda: softmax(query.view(*key.shape[:2], -1, query.shape[-1]), key, value),
+        }
+        (out, counts), (dense, _) = self.calls["exact_ms"](), self.calls["dense_ms"]()
+        error = float((out - dense).abs().max() / value.abs().max())
+        if not error < 64 * torch.finfo(out.dtype).eps:
+            raise SystemExit(f"The output differs from the dense one by {error:.2g} of the largest value.")
+        self.total, self.read, self.nonzero = (int(count.sum()) for count in counts)
+        self.sketch_bytes, self.cache_bytes = sketch.nbytes, key.nbytes + value.nbytes
+        row_bytes = key.shape[-1] * key.element_size()
+        self.bytes_read = sketch.nbytes + (self.read + self.nonzero) * row_bytes
+
+
+def timed(cases: list[Case], repeats: int) -> dict[str, Any]:
+    """Times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
+    layers = {name: lambda name=name: [case.calls[name]() for case in cases] for name in cases[0].calls}
+    taken = in_turn(layers, repeats, 1)
+
+    def total(name: str) -> int:
+        return sum(getattr(case, name) for case in cases)
+
+    figures = {name: 1000 * statistics.median(own) / len(cases) for name, own in taken.items()}
+    figures |= {name: total(name) / total("total") for name in ("read", "nonzero")}
+    figures["extra_memory"] = total("sketch_bytes") / total("cache_bytes")
+    for name, bytes_ in (("key_value_mib", "bytes_read"), ("softmax_key_value_mib", "cache_bytes")):
+        figures[name] = total(bytes_) / len(cases) / 2**20
+    row = {name: f"{figure:.4g}" for name, figure in figures.items()}
+    for name in ("softmax", "grouped_softmax", "dense"):
+        row |= compared(taken["exact_ms"], taken[f"{name}_ms"], f"ratio_to_{name}")
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("generate", "operator", "verify"))
+    parser.add_argument("model", help="folder of a causal language model")
+    parser.add_argument("--text", required=True, help="running text, one paragraph a line (.gz or not)")
+    parser.add_argument("--alpha", default="1.5", help="of every head, or 'own': those that the folder was saved with")
+    parser.add_argument("--bits", default="auto", type=lambda word: word if word == "auto" else int(word))
+    parser.add_argument("--way", choices=WAYS, default="greedy", help="of generating (verify): 4 beams, one seed")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; default 1024 to 8192, or 4096 to 65536 keys")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences; the first for verify")
+    parser.add_argument("--softmax_cache", default="dynamic", choices=("dynamic", "static"), help="of Transformers")
+    parser.add_argument("--steps", type=int, default=8, help="that are timed, or tokens that are verified")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens read before (verify, operator)")
+    parser.add_argument("--layers", type=int, nargs="+", help="whose keys are used (operator); default all")
+    parser.add_argument("--alphas", nargs="+", default=["1.25", "1.5", "2"], help="a number or 'own' (operator)")
+    parser.add_argument("--all_bits", type=int, nargs="+", default=[4], help="of the sketches (operator)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--keep", type=Path, help="folder for filled caches, used again where they are there")
+    parser.add_argument("--results", type=Path, help="CSV file that grows by the rows")
+    settings = parser.parse_args()
+    powers = range(12, 17) if settings.what == "operator" else range(10, 14)
+    settings.lengths = settings.lengths or [2**power for power in powers]
+    settings.origin = {"model": "/".join(Path(settings.model).parts[-2:]), "alpha": settings.alpha}
+    settings.origin |= {"dtype": settings.dtype, **made_by("long_context", "--keep", "--results")}
+    settings.dtype = getattr(torch, settings.dtype)
+    what = {"generate": generate, "operator": operator, "verify": verify}[settings.what]
+    path = settings.results or RESULTS / f"{FILES[settings.what]}.csv"
+    with torch.no_grad():
+        what(settings, RowFile(path, FIELDS[settings.what]))
+
+
+if __name__ == "__main__":
+    main()

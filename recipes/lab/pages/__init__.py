@@ -1,0 +1,1 @@
+"""From rows to verdicts, tables, figures and pages."""

@@ -1,0 +1,174 @@
+"""The recipe for long caches, on a tiny model: rows add up, and what it compares is compared."""
+
+import csv
+import sys
+import types
+
+import pytest
+import tiny_models as tiny
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hf_entmax
+from recipes.lab import long_context
+
+WORDS = [f"w{number}" for number in range(tiny.VOCAB)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of two layers, patched with alphas of its own, and a text of 400 words."""
+    model = hf_entmax.patch_model(tiny.build("mistral", sliding_window=None, max_position_embeddings=256))
+    hf_entmax.set_alphas(model, {"decoder_self": torch.tensor([[1.2, 1.4, 1.6, 1.9], [1.9, 1.5, 1.3, 1.7]])})
+    model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    draw = torch.randint(3, tiny.VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
+    lines = [" ".join(WORDS[number] for number in line) for line in draw.tolist()]
+    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def _run(monkeypatch, folder, what, *options):
+    path = folder / f"{what}.csv"
+    words = [what, str(folder / "model"), "--text", str(folder / "text.txt"), "--results", str(path), *options]
+    monkeypatch.setattr(sys, "argv", ["long_context", *words])
+    long_context.main()
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_whole_model(folder, monkeypatch, capsys):
+    call = ("--alpha", "own", "--bits", "4", "--lengths", "96", "160", "--batches", "1", "2", "--steps", "2")
+    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"))
+    assert [(row["length"], row["batch"]) for row in rows] == [("96", "1"), ("96", "2"), ("160", "1"), ("160", "2")]
+    for row in rows:
+        ratio = float(row["tokens_per_second"]) / float(row["softmax_tokens_per_second"])
+        assert float(row["ratio"]) == pytest.approx(ratio, rel=0.02, abs=0.006)  # all three are rounded
+        assert 0 < float(row["ratio_25"]) <= float(row["ratio_75"]) and float(row["bandwidth_gib_s"]) > 0
+        assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["bits"] == "4"
+        # Two layers, two key heads of 8 channels, the token that was decoded last among them.
+        cached = int(row["batch"]) * 2 * 2 * 2 * 8 * 4 * (int(row["length"]) + 3)
+        assert float(row["cache_mib"]) == round(cached / 2**20, 1)
+        assert 0 < float(row["extra_memory"]) < 0.4
+    assert "--keep" not in rows[0]["command"] and "tokens_per_second" in capsys.readouterr().out
+    kept = sorted(path.name for path in (folder / "kept").iterdir())
+    assert len(kept) == 2
+    # Filled caches are used again.
+    monkeypatch.setattr(long_context, "_CHUNK", 0)
+    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"), "--softmax_cache", "static")
+    assert [row["softmax_cache"] for row in rows] == 4 * ["dynamic"] + 4 * ["static"]
+
+
+def test_a_filled_cache_is_used_for_the_same_question_alone(tmp_path):
+    read = []
+
+    def fills(ids=(1, 2, 3), bits="auto", folder="a/model", name="softmax"):
+        read.clear()
+        settings = types.SimpleNamespace(keep=tmp_path, model=folder, dtype=torch.float32, bits=bits)
+        model = lambda chunk, **more: read.append(chunk)  # noqa: E731
+        assert long_context.filled(settings, model, torch.tensor([ids]), {"of": bits}, name) == {"of": bits}
+        return bool(read)
+
+    for change in ({}, {"ids": (1, 2, 4)}, {"bits": 4}, {"folder": "b/model"}, {"name": "entmax-1.5"}):
+        assert fills(**change) and not fills(**change), change
+
+
+@pytest.mark.parametrize("layers", [("--layers", "1"), ()])
+def test_operator(folder, monkeypatch, layers):
+    call = (
+        "--alpha",
+        "own",
+        "--alphas",
+        "2",
+        "own",
+        "--all_bits",
+        "4",
+        "8",
+        "--lengths",
+        "128",
+        "256",
+        "--prompt",
+        "64",
+    )
+    rows = _run(monkeypatch, folder, "operator", *call, *layers, "--steps", "2")
+    assert [(row["length"], row["alpha"], row["bits"]) for row in rows[:4]] == [
+        ("128", "2", "4"), ("128", "2", "8"), ("128", "own", "4"), ("128", "own", "8")
+    ]  # fmt: skip
+    assert len(rows) == 8
+    for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
+        assert float(coarse["nonzero"]) == float(fine["nonzero"]) <= float(fine["read"]) <= float(coarse["read"])
+        for other in ("softmax", "grouped_softmax", "dense"):
+            ratio = float(fine["exact_ms"]) / float(fine[f"{other}_ms"])
+            assert float(fine[f"ratio_to_{other}"]) == pytest.approx(ratio, rel=0.02, abs=0.001)
+            assert 0 < float(fine[f"ratio_to_{other}_25"]) <= float(fine[f"ratio_to_{other}_75"])
+    for row in rows:
+        # Keys and values of two heads of 8 channels in float32; four query heads read keys and values one by one.
+        length, looked_at = int(row["length"]), 4 * int(row["length"])
+        assert float(row["softmax_key_value_mib"]) == pytest.approx(2 * 2 * 8 * 4 * length / 2**20, rel=1e-3)
+        rows_read = (float(row["read"]) + float(row["nonzero"])) * looked_at * 8 * 4 / 2**20
+        sketch = float(row["extra_memory"]) * float(row["softmax_key_value_mib"])
+        assert float(row["key_value_mib"]) == pytest.approx(sketch + rows_read, rel=1e-3)
+        assert row["layers"] == ("1" if "--layers" in row["command"] else "2")
+
+
+@pytest.mark.parametrize("way", long_context.WAYS)
+def test_verify(folder, monkeypatch, capsys, way):
+    call = ("--alpha", "own", "--bits", "4", "--prompt", "60", "--steps", "20", "--batches", "2", "--way", way)
+    (row,) = _run(monkeypatch, folder, "verify", *call)
+    assert (row["tokens"], row["same_tokens"], row["layer_steps"], row["violations"]) == ("40", "40", "38", "0")
+    sequences = 8 if way == "beams" else 2
+    # Two layers and four heads; each of 19 steps looks at one key more.
+    assert int(row["pairs"]) == sequences * 2 * 4 * sum(range(61, 80))
+    assert 0 < float(row["nonzero"]) < float(row["read"]) < 1 and row["way"] == way
+    shown = capsys.readouterr().out
+    assert f"2 x 20 tokens, {way}, after prompts of 60: the same" in shown and "38 layer steps compared" in shown
+    assert "0 violations" in shown
+    # Without a seed of its own sampling would draw other tokens the second time.
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    if way == "sampling":
+        with pytest.raises(SystemExit, match="DIFFERENT from token"):
+            _run(monkeypatch, folder, "verify", *call)
+
+
+def test_what_cannot_be(folder, monkeypatch):
+    plain = tiny.build("mistral", sliding_window=None, max_position_embeddings=256)
+    with pytest.raises(SystemExit, match="--alpha own alone"):
+        _run(monkeypatch, folder, "operator", "--alphas", "1.5", "own")
+    with pytest.raises(SystemExit, match="knows 256 positions, 300"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "300")
+    monkeypatch.setattr(long_context, "encode", lambda lines, tokenizer, limit: [3] * 20)
+    with pytest.raises(SystemExit, match="20 tokens, 96 are needed"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
+    plain.save_pretrained(folder / "model")
+    with pytest.raises(SystemExit, match="not saved from a patched model"):
+        _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
+
+
+@pytest.mark.parametrize("alpha", ["own", "1.5"])
+def test_keys_are_those_of_the_model_that_is_named(folder, monkeypatch, alpha):
+    seen = []
+
+    class Case(long_context.Case):
+        def __init__(self, query, key, *more):
+            seen.append((query, key))
+            super().__init__(query, key, *more)
+
+    monkeypatch.setattr(long_context, "Case", Case)
+    _run(monkeypatch, folder, "operator", *f"--alpha {alpha} --alphas 2 --lengths 64 --prompt 64 --steps 2".split())
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    assert model.config._attn_implementation == "hf_entmax"
+    if alpha != "own":
+        hf_entmax.unpatch_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = long_context.prompt(types.SimpleNamespace(text=str(folder / "text.txt")), None, tokenizer, 64)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    assert len(seen) == len(cache.layers) == 2
+    for layer, (query, key) in zip(cache.layers, seen, strict=True):
+        assert query.shape == (1, 4, 1, 8)
+        torch.testing.assert_close(key, layer.keys)
+    # What was recorded is the attention function again.
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
