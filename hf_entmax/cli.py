@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import platform
 import sys
 from collections.abc import Iterable
@@ -101,6 +102,9 @@ def doctor(
         str | None, Argument(help="Hub id, directory or model_type: whether that model can be patched.")
     ] = None,
     compile: Annotated[bool, Option("--compile", help="Compile the CPU kernels now, for good.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Compare the fused kernels with the dense path, case by case.")
+    ] = False,
 ) -> None:
     """Say what is installed, which backends can run here and why others cannot, and whether patching works."""
     if model is not None:
@@ -118,12 +122,15 @@ def doctor(
     _console.print(_table("Backends", ("backend", "state"), states))
     if compile:
         _compile_kernels()
+    wrong = check and not _check_kernels()
     try:
         _round_trip()
     except Exception as error:
         _console.print(f"[red]Patching a small model failed:[/] {type(error).__name__}: {escape(str(error))}")
         raise typer.Exit(1) from error
     _console.print("Patched, trained, saved and loaded a small model: [green]works[/].")
+    if wrong:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -308,6 +315,34 @@ def _compile_kernels() -> None:
         folder = module.compile_kernels(lambda name: status.update(f"Compiled: {name}"))
     kept = f"kept in {folder}" if folder else "which could not be kept: set NUMBA_CACHE_DIR to a writable directory"
     _console.print(f"CPU kernels: compiled, {escape(kept)}.", highlight=False)
+
+
+def _check_kernels() -> bool:
+    """Print how far every fused kernel of this machine is from the dense path; tell if all are right."""
+    import torch
+
+    from hf_entmax.ops import backends, self_check
+
+    devices = {"numba": (torch.device("cpu"), platform.processor() or platform.machine())}
+    if torch.cuda.is_available():
+        devices["triton"] = (torch.device("cuda"), torch.cuda.get_device_name())
+    right = True
+    for name, (device, kind) in devices.items():
+        module = backends.kernel_package(name)
+        if isinstance(module, str):
+            _console.print(f"The {name} backend is not checked: {escape(module)}.")
+            continue
+        rows = []
+        with _console.status(f"Checking the {name} backend: some seconds, a minute where kernels are compiled"):
+            for case, parts in itertools.groupby(self_check.findings(module, device), lambda finding: finding.case):
+                worst = max(parts, key=lambda finding: (not finding.right, finding.error))
+                right &= worst.right
+                error = worst.raised or f"{worst.error:.1e} ({worst.part})"
+                verdict = "[green]right[/]" if worst.right else "[red]wrong[/]"
+                rows.append((case, escape(error), f"{worst.allowed:.0e}", verdict))
+        title = f"{name} on {kind}: largest difference from float64"
+        _console.print(_table(escape(title), ("case", "difference", "allowed", ""), rows))
+    return right
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

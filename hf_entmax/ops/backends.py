@@ -29,6 +29,7 @@ _KERNELS = {
 #: The first version of a library that works, and the first that was not tried: the kernels use its internals.
 _VERSIONS = {"numba": ((0, 60), (0, 69))}
 _loaded: dict[str, ModuleType | str] = {}
+_refused_on: dict[tuple[str, int], str] = {}
 logger = logging.getLogger(__name__)
 
 
@@ -91,12 +92,30 @@ def _checked(name: str, module: ModuleType) -> str | None:
     """Why a kernel is not to be used on a kind of processor that it was never tried on: it is looked at once."""
     if name != "numba" or self_check.tried_here():
         return None
-    fault = self_check.faults(module)
-    if fault is None:
-        return None
-    reason = f"on this processor ({platform.machine()}) its kernel is wrong: {fault}"
-    logger.warning("The %s backend is not used: %s. Slower backends take its place; please report it.", name, reason)
+    fault = self_check.fault(module, torch.device("cpu"))
+    return None if fault is None else _refused(name, f"on this processor ({platform.machine()})", fault)
+
+
+def _refused(name: str, where: str, fault: str) -> str:
+    reason = f"{where} its kernel is wrong: {fault}"
+    hint = "Slower backends take its place. Please report it, with the table of `hf-entmax doctor --check`"
+    logger.warning("The %s backend is not used: %s. %s.", name, reason, hint)
     return reason
+
+
+def _fault_on(name: str, device: torch.device) -> str | None:
+    """Why the kernels are not to be used on a GPU: its kind is tried before it is used for the first time."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if (name, index) not in _refused_on:
+        from hf_entmax.ops.triton_gpu import first_use
+
+        fault = first_use.fault_of(index)
+        if fault is None:
+            return None
+        _refused_on[name, index] = _refused(name, f"on this GPU ({torch.cuda.get_device_name(index)})", fault)
+    return _refused_on[name, index]
 
 
 # Compilers cannot trace an import: they run this while they trace, before they look at what is loaded.
@@ -123,6 +142,7 @@ def _load(name: str) -> bool:
 
 # What `torch.compiler.assume_constant_result` sets; calling it would import Dynamo, and Dynamo Triton.
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_fault_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_module(
@@ -143,14 +163,15 @@ def kernel_module(
     if name == "auto":
         candidate = {"cpu": "numba", "cuda": "triton"}.get(query.device.type)
         module = "" if candidate is None else kernel_package(candidate)
-        usable = not isinstance(module, str) and module.unsupported(query, key, value, alpha, options) is None
-        return module if usable else None  # type: ignore[return-value]
+        if isinstance(module, str) or module.unsupported(query, key, value, alpha, options) is not None:
+            return None
+        return module if _fault_on(str(candidate), query.device) is None else None
     if traced():
         raise ValueError(f"backend={name!r} cannot be recorded by torch.jit.trace. Use backend='auto' or 'torch'.")
     module = kernel_package(name)
     if isinstance(module, str):
         raise ValueError(f"backend={name!r} cannot run here: {module}. Use backend='auto' or 'torch'.")
-    reason = module.unsupported(query, key, value, alpha, options)
+    reason = module.unsupported(query, key, value, alpha, options) or _fault_on(name, query.device)
     if reason is not None:
         raise ValueError(
             f"backend={name!r} cannot be used: {reason}. Use backend='auto' or 'torch', or change the argument."
@@ -181,5 +202,5 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     for name in {"cpu": ("numba", "triton"), "cuda": ("triton",)}.get(scores.device.type, ()):
         module = kernel_package(name)
         if not isinstance(module, str) and (kernel := module.row_kernel(scores)) is not None:
-            return kernel
+            return kernel if _fault_on(name, scores.device) is None else None
     return None

@@ -24,7 +24,7 @@ from device_report import report  # noqa: F401  a fixture
 from tolerances import ALPHAS, assert_forward, assert_gradient, assert_half
 
 from hf_entmax.losses import entmax_loss, linear_entmax_loss
-from hf_entmax.ops import backends, entmax, entmax_attention, rows, triton_gpu
+from hf_entmax.ops import backends, entmax, entmax_attention, rows, self_check, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported
@@ -707,3 +707,22 @@ def test_values_are_read_by_those_who_give_them_weight():
         value[0, :, 7, 1] = float("nan")
     out = attention(query, key, value, alpha, is_causal=True)[0]
     assert torch.equal(out.isnan().any(-1), weights[..., 7] > 0) and (weights[..., 7] > 0).any()
+
+
+@pytest.mark.parametrize("fault", [None, "off", "nan", "raises"])
+def test_the_check_of_first_use_sees_faults_of_kernels(fault, monkeypatch):
+    small = self_check.Case(
+        "small", torch.float32, (1.3, 1.75), (1, 2, 1, Q, K, 16), lambda device: AttentionOptions(is_causal=True)
+    )
+    right = launch.attention_forward
+
+    def planted(*arguments):
+        if fault == "raises":
+            raise RuntimeError("misaligned address")
+        out, *others = right(*arguments)
+        return (out * {"off": 1.01, "nan": math.nan}.get(fault, 1.0), *others)
+
+    monkeypatch.setattr(launch, "attention_forward", planted)
+    found = list(self_check.findings(triton_gpu, torch.device(DEVICE), [small]))
+    assert all(finding.right for finding in found) == (fault is None)
+    assert len(found) == 8 or (fault == "raises" and "misaligned" in str(found[0]))

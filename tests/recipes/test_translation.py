@@ -173,7 +173,9 @@ else:
 
 def seconds(folder):
     """Of all training steps."""
-    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"]["seconds"]
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"][
+        "seconds"
+    ]
 
 
 @pytest.mark.slow
