@@ -235,7 +235,7 @@ def _attend_paged(
     )
     out = mask.step.attend(call, query, key, value, options)
     for observer in observers:
-        out = observer.sees(module, None, out)
+        out = observer.sees(module, None, value, out)
     return out
 
 
