@@ -19,23 +19,21 @@ a summariser has to beat.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 
-from common.batches import Batches, collated
-from common.finish import check_finish, finish
-from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
+from common.batches import collated
+from common.folder import open_folder, write_lines
+from common.from_scratch import Seq2SeqSettings, load_or_build
 from common.heads import head_statistics
-from common.pretrained import check_length
-from common.results import END, columns, name_of
-from common.run import Run
-from common.seq2seq import generate
+from common.results import END, columns, finish, name_of
+from common.seq2seq import cut_pairs, decode
 from common.settings import option, parse
-from common.training import Training, make_sparse
+from common.trainer import RecipeTrainer, training_arguments
 from hf_entmax.analysis.reading.tables import read_lists, read_splits
 
 KINDS = ("rouge1", "rouge2", "rougeL")
@@ -68,118 +66,84 @@ class Settings(Seq2SeqSettings):
         self.require_at_least(beams=1, max_tokens=2, max_summary=2, dev_texts=0, test_texts=0, no_repeat=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Article:
-    """A text and its summaries."""
+class Article(NamedTuple):
+    """A text, its summaries, and its first sentence: a cheap summary."""
 
-    sentences: tuple[str, ...]
-    references: tuple[str, ...]
+    text: str
+    references: list[str]
+    lead: str
 
-    @property
-    def text(self) -> str:
-        """What is summarised."""
-        return " ".join(self.sentences)
-
-    @property
-    def lead(self) -> str:
-        """The first sentence: a cheap summary."""
-        return self.sentences[0] if len(self.sentences) > 1 else self.text.partition(". ")[0]
+    @classmethod
+    def of(cls, sentences: list[str], references: list[str]) -> Article:
+        """Join the sentences of a text."""
+        text = " ".join(sentences)
+        return cls(text, references, sentences[0] if len(sentences) > 1 else text.partition(". ")[0])
 
 
-def read_articles(settings: Settings) -> tuple[list[Article], list[Article], list[Article]]:
-    wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
-    splits = read_splits(wheres, (settings.source, settings.target), read_lists)
-    train, dev, test = ([Article(*map(tuple, row)) for row in rows] for rows in splits.values())
-    return train, dev, test
-
-
-def encode_sources(articles: list[Article], tokenizer: Any, settings: Settings) -> list[list[int]]:
-    """Token ids of texts, cut at ``max_tokens``."""
-    texts = [settings.prefix + article.text for article in articles]
-    return tokenizer(texts, truncation=True, max_length=settings.max_tokens)["input_ids"]
-
-
-def encode(articles: list[Article], tokenizer: Any, settings: Settings) -> list[dict[str, list[int]]]:
-    """Token ids of texts and first references, without those whose reference is too long."""
-    targets = tokenizer(text_target=[article.references[0] for article in articles])["input_ids"]
-    sources = encode_sources(articles, tokenizer, settings)
-    pairs = zip(sources, targets, strict=True)
-    return [{"input_ids": s, "labels": t} for s, t in pairs if len(t) <= settings.max_summary]
-
-
-def rouge(summaries: list[str], references: list[tuple[str, ...]]) -> dict[str, float]:
+def rouge(summaries: list[str], references: list[list[str]], prefix: str = "") -> dict[str, float]:
     """Mean ROUGE F1 in %; of several references the one that matches best, for each kind of ROUGE by itself."""
     scorer = RougeScorer(KINDS, use_stemmer=True)
-    found = [scorer.score_multi(list(own), summary) for own, summary in zip(references, summaries, strict=True)]
-    return {kind: 100 * sum(score[kind].fmeasure for score in found) / len(found) for kind in KINDS}
-
-
-def summarise(model: Any, articles: list[Article], tokenizer: Any, run: Run, beams: int) -> list[str]:
-    """A summary of every text, in order, on all processes."""
-    settings, sources = run.settings, encode_sources(articles, tokenizer, run.settings)
-    options = {"max_new_tokens": settings.max_summary, "no_repeat_ngram_size": settings.no_repeat, "num_beams": beams}
-    return generate(model, sources, tokenizer, run, 16, **options)
+    found = [scorer.score_multi(own, summary) for own, summary in zip(references, summaries, strict=True)]
+    means = {kind: 100 * sum(score[kind].fmeasure for score in found) / len(found) for kind in KINDS}
+    return {prefix + kind: round(mean, 2) for kind, mean in means.items()}
 
 
 def main(settings: Settings) -> None:
-    train, dev, test = read_articles(settings)
+    wheres = {split: getattr(settings, split) for split in ("train", "dev", "test")}
+    splits = read_splits(wheres, (settings.source, settings.target), read_lists)
+    train, dev, test = ([Article.of(*row) for row in rows] for rows in splits.values())
     dev, test = dev[: settings.dev_texts or None], test[: settings.test_texts or None]
     if settings.smoke:
         train, dev, test = train[:32], dev[:2], test[:4]
-    check_finish(settings, FIELDS)
-    run = Run(settings, "summarization")
+    folder = open_folder(settings, "summarization", FIELDS)
     set_seed(settings.seed)
-    if settings.model:
-        tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
-        check_length(model, settings.max_tokens, "max_tokens")
-        check_length(model, settings.max_summary, "max_summary")
-    else:
-        texts = (text for article in train for text in (article.text, article.references[0]))
-        tokenizer = train_bpe(texts, settings.vocabulary)
-        longest = max(settings.max_tokens, settings.max_summary)
-        model = build_seq2seq(settings, len(tokenizer), longest, settings.architecture)
-    model = make_sparse(write_at_most(model, settings.max_summary), settings)
-    examples, shown = encode(train, tokenizer, settings), encode(dev, tokenizer, settings)[:64]
-    for split, kept in (("training", examples), ("dev", shown)):
-        if not kept:
-            raise ValueError(f"max_summary={settings.max_summary}: every {split} summary is longer; raise it.")
-    run.say(
-        f"{len(examples)} training texts ({len(train) - len(examples)} with a summary over {settings.max_summary} tokens "
-        f"left out), {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
-    )
-    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
-    batches = Batches.for_training(run, examples, collator, lambda example: len(example["input_ids"]))
+    texts = (text for article in train for text in (article.text, article.references[0]))
+    tokenizer, model = load_or_build(settings, texts, "max_tokens", "max_summary")
+    model.generation_config.no_repeat_ngram_size = settings.no_repeat
 
-    def evaluate(current: Any) -> dict[str, float]:
-        measures = rouge(summarise(current, dev, tokenizer, run, 1), [article.references for article in dev])
+    def encode(articles: list[Article], written: int | None = None) -> list[dict[str, list[int]]]:
+        pairs = [(settings.prefix + article.text, article.references[0]) for article in articles]
+        return cut_pairs(pairs, tokenizer, settings.max_tokens, written)
+
+    examples, shown = ([r for r in encode(part) if len(r["labels"]) <= settings.max_summary] for part in (train, dev))
+    settings.require("max_summary", bool(examples and shown), "larger: every summary of training or dev is longer")
+    PartialState().print(f"{len(train) - len(examples)} texts left out: summaries over {settings.max_summary} tokens.")
+    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
+
+    def measure(answers: Any) -> dict[str, float]:
+        measures = rouge(decode(answers.predictions, tokenizer), [article.references for article in dev])
         return {"score": sum(measures.values()) / len(measures), **measures}
 
-    training = Training(run, model, tokenizer, batches, evaluate)
-    training.fit()
-    best = AutoModelForSeq2SeqLM.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
-    summaries = summarise(best, test, tokenizer, run, settings.beams)
-    run.write("summaries.txt", summaries)
+    trainer = RecipeTrainer(
+        settings,
+        model,
+        args=training_arguments(settings, predict_with_generate=True, per_device_eval_batch_size=16),
+        train_dataset=examples,
+        eval_dataset=encode(dev, settings.max_summary),
+        data_collator=collator,
+        processing_class=tokenizer,
+        compute_metrics=measure,
+    )
+    best = trainer.fit()
+    trainer.compute_metrics = None  # it knows the references of dev
+    tested = encode(test, settings.max_summary)
+    summaries = decode(trainer.predict(tested, num_beams=settings.beams).predictions, tokenizer)
+    write_lines(folder / "summaries.txt", summaries)
     references = [article.references for article in test]
-    found = {
-        "": rouge(summaries, references),
-        "first_": rouge(summaries, [own[:1] for own in references]),
-        "lead_": rouge([article.lead for article in test], references),
-    }
-    lengths = [len(ids) for ids in encode_sources(test, tokenizer, settings)]
-    measures: dict[str, Any] = {
-        **training.summary(),
+    measures = {
+        **trainer.summary(),
         "data": settings.train,
-        "mapping_options": settings.mapping_options,
-        "dev_rouge": round(training.progress.best, 2),
-        **{f"{whose}{kind}": round(value, 2) for whose, own in found.items() for kind, value in own.items()},
+        "dev_rouge": round(trainer.best, 2),
+        **rouge(summaries, references),
+        **rouge(summaries, [own[:1] for own in references], "first_"),
+        **rouge([article.lead for article in test], references, "lead_"),
         "test_texts": len(test),
         "words": round(sum(len(summary.split()) for summary in summaries) / len(test), 1),
-        "cut": sum(length >= settings.max_tokens for length in lengths),
-        **head_statistics(best, collated(shown, collator, 16, run.accelerator.device), FIELDS),
+        "cut": sum(len(row["input_ids"]) >= settings.max_tokens for row in tested),
+        **head_statistics(best, collated(shown[:64], collator, 16, best.device), FIELDS),
     }
-    run.say(f"For example: {summaries[0]}")
-    finish(run, FIELDS, measures, task="summarization", data=name_of(settings.train), main_measures=list(KINDS))
+    card = {"task": "summarization", "data": name_of(settings.train), "main_measures": list(KINDS)}
+    finish(settings, "summarization", FIELDS, measures, **card)
 
 
 if __name__ == "__main__":

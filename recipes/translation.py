@@ -20,19 +20,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 
 from common.batches import collated
 from common.folder import open_folder, write_lines
-from common.from_scratch import Seq2SeqSettings, build_seq2seq, train_bpe, write_at_most
+from common.from_scratch import Seq2SeqSettings, load_or_build
 from common.heads import head_statistics, output_support
-from common.pretrained import check_length
 from common.results import END, columns, finish, name_of
 from common.seq2seq import Pairs, bleu_and_chrf, cut_pairs, decode, encode_pairs, names_of_sets
-from common.settings import make_sparse, option, parse
+from common.settings import option, parse
 from common.trainer import RecipeTrainer, training_arguments
 from hf_entmax.analysis.reading.tables import read_pairs, read_splits
 from hf_entmax.generation import beam_search, certificates_in_words
@@ -93,25 +91,12 @@ def main(settings: Settings) -> None:
     shown = dev[: settings.dev_sentences or None]
     folder = open_folder(settings, "translation", FIELDS)
     set_seed(settings.seed)
-    if settings.model:
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
-        check_length(model, settings.max_tokens, "max_tokens")
-        model = write_at_most(model, settings.max_tokens)
-    else:
-        tokenizer = train_bpe((side for pair in train for side in pair), settings.vocabulary)
-        model = build_seq2seq(settings, len(tokenizer), settings.max_tokens, settings.architecture)
-    model = make_sparse(model, settings)
+    tokenizer, model = load_or_build(settings, (side for pair in train for side in pair), "max_tokens")
     examples, left_out = encode_pairs(train, tokenizer, settings.max_tokens)
+    cut = lambda pairs: cut_pairs(pairs, tokenizer, settings.max_tokens, settings.max_tokens)  # noqa: E731
     shown_examples, _ = encode_pairs(shown, tokenizer, settings.max_tokens)
-    sources = lambda pairs: cut_pairs(pairs, tokenizer, settings.max_tokens)  # noqa: E731
-    for split, kept in (("training", examples), ("dev", shown_examples)):
-        if not kept:
-            raise ValueError(f"max_tokens={settings.max_tokens}: every {split} pair is longer; raise it.")
-    PartialState().print(
-        f"{len(examples)} training pairs ({left_out} longer than {settings.max_tokens} tokens left out), "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
-    )
+    settings.require("max_tokens", bool(examples and shown_examples), "larger: every pair of training or dev is longer")
+    PartialState().print(f"{left_out} training pairs left out: longer than {settings.max_tokens} tokens.")
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
 
     def measure(answers: Any) -> dict[str, float]:
@@ -123,16 +108,16 @@ def main(settings: Settings) -> None:
         model,
         args=training_arguments(settings, predict_with_generate=True),
         train_dataset=examples,
-        eval_dataset=sources(shown),
+        eval_dataset=cut(shown),
         data_collator=collator,
         processing_class=tokenizer,
         compute_metrics=measure,
     )
     best = trainer.fit()
-    trainer.compute_metrics = None
+    trainer.compute_metrics = None  # it knows the references of dev
     scores = {}
     for name, pairs in tests.items():
-        hypotheses = decode(trainer.predict(sources(pairs), num_beams=settings.beams).predictions, tokenizer)
+        hypotheses = decode(trainer.predict(cut(pairs), num_beams=settings.beams).predictions, tokenizer)
         write_lines(folder / f"hypotheses.{name}.txt", hypotheses)
         scores[name] = bleu_and_chrf(hypotheses, pairs)
     first = next(iter(scores.values()))
@@ -143,7 +128,6 @@ def main(settings: Settings) -> None:
         "bleu": round(first["bleu"], 2),
         "chrf": round(first["chrf"], 2),
         "tests": " ".join(f"{name}:bleu={s['bleu']:.2f},chrf={s['chrf']:.2f}" for name, s in scores.items()),
-        "mapping_options": settings.mapping_options,
     }
     annotated = collated(shown_examples, collator, 32, best.device)
     measures |= head_statistics(best, annotated, FIELDS)

@@ -1,13 +1,16 @@
-"""Small models trained from scratch: their settings, their tokenizer, the model."""
+"""The model of a recipe and its tokenizer: small ones from scratch, or pretrained ones from text to text."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     BartConfig,
     BertConfig,
     BertForSequenceClassification,
@@ -16,7 +19,8 @@ from transformers import (
     T5Config,
 )
 
-from common.settings import RunSettings, option
+from common.pretrained import check_length
+from common.settings import RunSettings, make_sparse, option
 
 
 @dataclasses.dataclass
@@ -53,7 +57,30 @@ class Seq2SeqSettings(ShapeSettings):
         self.require_at_least(vocabulary=4)
 
 
-def train_bpe(texts: Any, size: int) -> PreTrainedTokenizerFast:
+def load_or_build(settings: Seq2SeqSettings, texts: Iterable[str], *bounds: str) -> tuple[Any, Any]:
+    """Return the tokenizer and the model, patched, that a recipe from text to text trains.
+
+    Args:
+        settings: say which model, or the shape of one from scratch, and how it is patched.
+        texts: of the training data, for a BPE from scratch.
+        bounds: settings that say how long a sequence may be; the last one bounds what is written.
+
+    Raises:
+        ValueError: if a pretrained model cannot see that many tokens.
+    """
+    longest = {name: getattr(settings, name) for name in bounds}
+    if settings.model:
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
+        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
+        for name, tokens in longest.items():
+            check_length(model, tokens, name)
+    else:
+        tokenizer = train_bpe(texts, settings.vocabulary)
+        model = build_seq2seq(settings, len(tokenizer), max(longest.values()), settings.architecture)
+    return tokenizer, make_sparse(write_at_most(model, longest[bounds[-1]]), settings)
+
+
+def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     """A BPE of all texts; ``▁`` marks the beginnings of words, as SentencePiece does."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()

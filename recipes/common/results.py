@@ -161,6 +161,7 @@ def finish(
     if state.is_main_process:
         folder = Path(settings.out)
         row = {"attention": settings.attention, "output_alpha": settings.output_alpha, "seed": settings.seed}
+        row |= {"mapping_options": settings.mapping_options} if "mapping_options" in fields else {}
         row |= {**measures, "processes": state.num_processes}
         show(measures)
         row |= origin(NOT_IN_COMMAND, ("--report_to",), ("accelerate",))

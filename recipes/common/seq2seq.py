@@ -29,11 +29,11 @@ def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[
     return examples, len(pairs) - len(examples)
 
 
-def cut_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> list[dict[str, list[int]]]:
-    """Return the token ids of all pairs, with longer sides cut."""
-    options = {"truncation": True, "max_length": longest}
-    ids = tokenizer([s for s, _ in pairs], text_target=[t for _, t in pairs], **options)
-    return [{"input_ids": s, "labels": t} for s, t in zip(ids["input_ids"], ids["labels"], strict=True)]
+def cut_pairs(pairs: Pairs, tokenizer: Any, longest: int, written: int | None = None) -> list[dict[str, list[int]]]:
+    """Return the token ids of all pairs, with texts to read cut, and texts to write too where ``written`` bounds them."""
+    sources = tokenizer([source for source, _ in pairs], truncation=True, max_length=longest)["input_ids"]
+    targets = tokenizer(text_target=[t for _, t in pairs], truncation=written is not None, max_length=written)
+    return [{"input_ids": s, "labels": t} for s, t in zip(sources, targets["input_ids"], strict=True)]
 
 
 def decode(predictions: Any, tokenizer: Any) -> list[str]:

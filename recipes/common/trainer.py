@@ -206,8 +206,9 @@ class RecipeTrainer(Seq2SeqTrainer):
             if not self.is_fsdp_enabled:
                 self._load_from_checkpoint(str(folder / "model"))
         else:
-            if last is not None:
-                self.accelerator.print(f"Going on from {last}.")
+            size = sum(p.numel() for p in self.model.parameters()) / 1e6
+            goes_on = "" if last is None else f", from {last} on"
+            self.accelerator.print(f"{len(self.train_dataset)} examples, {size:.2f} M parameters{goes_on}.")
             self.train(resume_from_checkpoint=None if last is None else str(last))
             self.save_model(str(folder / "model"))
             self.save_state()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import translation
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import encode_pairs
-from common.settings import parse
+from common.settings import make_sparse, parse
 from common.trainer import RecipeTrainer, SimilarLengths, training_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -239,7 +239,7 @@ def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
     decayed = []
     for attention in ("softmax", "1.5", "learned"):
         chosen = settings(data, architecture="t5", attention=attention)
-        model = translation.make_sparse(build_seq2seq(chosen, 60, 20, chosen.architecture), chosen)
+        model = make_sparse(build_seq2seq(chosen, 60, 20, chosen.architecture), chosen)
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainer = RecipeTrainer(chosen, model, args=training_arguments(chosen), train_dataset=[], eval_dataset=[])
         groups = trainer.create_optimizer().param_groups
@@ -249,7 +249,9 @@ def test_weight_decay_is_on_the_same_parameters_whatever_the_attention(data):
 
 
 def test_lengths_are_checked_before_training(data):
-    with pytest.raises(ValueError, match="max_tokens=4: every training pair is longer"):
+    with pytest.raises(
+        ValueError, match="max_tokens=4 is not allowed: it must be larger: every pair of training or dev is longer"
+    ):
         translation.main(settings(data, max_tokens=4))
     translation.main(settings(data, smoke=True))
     model = str(data / "run" / "model")
