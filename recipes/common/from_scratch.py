@@ -19,8 +19,9 @@ from transformers import (
     T5Config,
 )
 
+from common.folder import check_model
 from common.pretrained import check_length
-from common.settings import RunSettings, make_sparse, option
+from common.settings import RunSettings, attention_and_output, make_sparse, option
 
 
 @dataclasses.dataclass
@@ -78,6 +79,25 @@ def load_or_build(settings: Seq2SeqSettings, texts: Iterable[str], *bounds: str)
         tokenizer = train_bpe(texts, settings.vocabulary)
         model = build_seq2seq(settings, len(tokenizer), max(longest.values()), settings.architecture)
     return tokenizer, make_sparse(write_at_most(model, longest[bounds[-1]]), settings)
+
+
+def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Tokenizer, models, and what kind they are; kinds that differ are joined by ``+``.
+
+    Raises:
+        ValueError: if a folder is not there, or the models do not know the same symbols.
+    """
+    for folder in folders:
+        check_model(folder)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+    for folder, other in zip(folders, tokenizers, strict=True):
+        if other.get_vocab() != tokenizers[0].get_vocab():
+            raise ValueError(
+                f"ensemble: {folder} does not have the symbols of {folders[0]}; average models that were trained on the same data."
+            )
+    members = [AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders]
+    kinds = [attention_and_output(member) for member in members]
+    return tokenizers[0], members, {key: "+".join(dict.fromkeys(str(kind[key]) for kind in kinds)) for key in kinds[0]}
 
 
 def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DataCollatorForSeq2Seq
 
+from common.batches import collated
 from common.results import NOT_IN_COMMAND, Results, columns, origin
 from common.run import Run
+from hf_entmax.generation import EntmaxLogitsProcessor, enumerate_hypotheses
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature
 
 FIELDS = columns(
@@ -19,8 +23,8 @@ FIELDS = columns(
     "coverage coverage_sd size size_sd worst_stratum strata listed whole train_steps command hardware versions",
 )
 SPLITS = 10
-#: Examples whose sets of whole answers are listed.
-LISTED = 50
+#: Examples whose sets of whole answers are listed; answers of a set that are listed, prefixes that are expanded for it.
+LISTED, MOST_ANSWERS, MOST_PREFIXES = 50, 200, 1000
 #: Examples of a split that calibrate, half of them at most, and that test, at most.
 MOST = 5000, 10_000
 #: Alphas that the sets of a softmax may have, and the first of them where none is chosen.
@@ -190,6 +194,50 @@ def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequenc
                 sizes.append(inside.sum(-1))
             found = {"method": name, "coverage_wanted": share, **measure(hits, sizes)}
             records.append(found | {"calibration": len(chosen[0][0])})
+    return records
+
+
+def measure_sequences(
+    model: Any, examples: list[dict[str, list[int]]], tokenizer: Any, settings: Any
+) -> list[dict[str, Any]]:
+    """Records for an encoder-decoder: sets of one step of each answer, drawn at random, and of whole answers."""
+    alpha = settings.output_alpha if settings.output_alpha > 1 else 1.5
+    generator = torch.Generator().manual_seed(settings.seed)
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scores, costs = [], []
+    for batch in collated(examples, DataCollatorForSeq2Seq(tokenizer, model=model), 100, model.device):
+        with torch.no_grad():
+            logits = model(**batch).logits.float().cpu()
+        for rows, labels in zip(logits, batch["labels"].cpu(), strict=True):
+            rows, labels = rows[labels != -100], labels[labels != -100]
+            one = int(torch.randint(len(labels), (1,), generator=generator))
+            steps.append((rows[one], labels[one]))
+            scores.append(support_temperature(rows, labels, alpha).max())
+            costs.append(-rows.double().log_softmax(-1).gather(-1, labels[:, None]).sum())
+
+    def listed(places: list[int], **limits: Any) -> list[tuple[int, bool]]:
+        batch = tokenizer.pad({"input_ids": [examples[i]["input_ids"] for i in places]}, return_tensors="pt").to(
+            model.device
+        )
+        found = enumerate_hypotheses(model, dict(batch), MOST_ANSWERS, budget=MOST_PREFIXES, **limits)
+        return [(len(one), len(one) < MOST_ANSWERS and one.expansions < MOST_PREFIXES) for one in found]
+
+    def supports(places: list[int], threshold: float) -> list[tuple[int, bool]]:
+        return listed(places, logits_processor=[EntmaxLogitsProcessor(alpha, threshold)])
+
+    def likely(places: list[int], threshold: float) -> list[tuple[int, bool]]:
+        return listed(places, min_mass=math.exp(-threshold))
+
+    wanted, seed = settings.coverage, settings.seed
+    logits, labels = map(torch.stack, zip(*steps, strict=True))
+    records = measure_labels(logits, labels, settings.output_alpha, wanted, seed)
+    records = [{"unit": "step", **record} for record in records]
+    answers = {f"entmax {alpha:g}": (scores, supports)}
+    if settings.output_alpha == 1.0:
+        answers["probability of the answer"] = (costs, likely)
+    for method, (own, listing) in answers.items():
+        for record in measure_answers(torch.stack(own), wanted, seed, listing):
+            records.append({"unit": "answer", "method": method, **record})
     return records
 
 

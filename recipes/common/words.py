@@ -1,0 +1,102 @@
+"""The task of inflection: words with their tags, how they are read, encoded and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common.from_scratch import seq2seq_tokenizer
+from hf_entmax.analysis.reading.tables import languages_of, read_lists
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """One question: the form of a lemma."""
+
+    language: str
+    lemma: str
+    form: str
+    tags: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """What the encoder reads."""
+        return f"<{self.language}>" + "".join(f"<{tag}>" for tag in self.tags) + self.lemma
+
+
+def read_words(settings: Any, split: str) -> list[Word]:
+    """All words of a split (``train``, ``dev``, ``test``) in the chosen languages."""
+    where = settings.data
+    named = settings.train_split if split == "train" else split
+    if "{language}" in where:
+        rows = [
+            (language, *row)
+            for language in settings.languages or languages_of(where)
+            for row in read_fields(where.format(language=language, split=named), ("lemma", "form", "tags"))
+        ]
+    else:
+        # One table for all languages; with a column `split` where {split} does not name files of their own.
+        columns = ["lang", "lemma", "form", "tags", *([] if "{split}" in where else ["split"])]
+        table = read_fields(where.replace("{split}", named), columns)
+        rows = [row[:4] for row in table if len(row) == 4 or row[4] == split]
+        rows = [row for row in rows if not settings.languages or row[0] in settings.languages]
+    words = [Word(language, lemma, form, tuple(tags.split(";"))) for language, lemma, form, tags in rows]
+    if missing := sorted(set(settings.languages) - {word.language for word in words}):
+        raise ValueError(f"languages: {where} has no {split} words of {', '.join(missing)}.")
+    if not words:
+        raise ValueError(f"{where}: no words for the split {split!r}.")
+    return words
+
+
+def read_fields(where: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """Columns of a table; a list of tags, as JSON may have it, becomes what tables have: ``V;PST``."""
+    joined = [";" if column == "tags" else " " for column in columns]
+    return [tuple(j.join(texts) for j, texts in zip(joined, row, strict=True)) for row in read_lists(where, columns)]
+
+
+def first_of_each(words: list[Word], count: int) -> list[Word]:
+    """At most ``count`` words per language; 0 keeps all."""
+    taken: dict[str, int] = defaultdict(int)
+    kept = []
+    for word in words:
+        taken[word.language] += 1
+        if not count or taken[word.language] <= count:
+            kept.append(word)
+    return kept
+
+
+def build_tokenizer(words: list[Word]) -> PreTrainedTokenizerFast:
+    """Single characters, and a special token for every language and tag of the training data."""
+    special = sorted({f"<{name}>" for word in words for name in (word.language, *word.tags)})
+    characters = sorted({character for word in words for character in word.lemma + word.form})
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *special, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return seq2seq_tokenizer(tokenizer, special)
+
+
+def encode(words: list[Word], tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Token ids of questions and answers."""
+    sources = tokenizer([word.source for word in words])["input_ids"]
+    targets = tokenizer(text_target=[word.form for word in words])["input_ids"]
+    return [{"input_ids": s, "labels": t} for s, t in zip(sources, targets, strict=True)]
+
+
+def accuracy_per_language(words: list[Word], answers: list[str]) -> dict[str, float]:
+    """Share of words that are wholly right, %."""
+    right = defaultdict(list)
+    for word, answer in zip(words, answers, strict=True):
+        right[word.language].append(answer == word.form)
+    return {language: 100 * sum(flags) / len(flags) for language, flags in sorted(right.items())}
+
+
+def accuracy(words: list[Word], answers: list[str]) -> float:
+    """The mean over languages, %."""
+    return statistics.fmean(accuracy_per_language(words, answers).values())
