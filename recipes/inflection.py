@@ -6,8 +6,7 @@
     accelerate launch recipes/inflection.py --config ... --out ...                      # as `accelerate config` says
     torchrun --standalone --nproc_per_node 2 recipes/inflection.py --config ... --out ...          # two CPU processes
     python recipes/inflection.py --config ... --out runs/ensemble --ensemble runs/a/model runs/b/model runs/c/model
-    python recipes/inflection.py --config ... --out runs/infl-softmax --resume
-    python recipes/inflection.py --config ... --out runs/infl-softmax --resume --coverage 90 95 --results sets.csv
+    python recipes/inflection.py --config ... --out runs/infl-softmax --resume                    # add --coverage 90 95 for sets
 
 The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the decoder writes the form letter by letter. Data: files
 of lemma, form and tags as in the CoNLL-SIGMORPHON 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``;
@@ -20,6 +19,7 @@ of the whole answer, on random splits of the test set; the results then take its
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -41,6 +41,7 @@ from common.trainer import RecipeTrainer, training_arguments
 from common.words import Word, accuracy, accuracy_per_language, build_tokenizer, encode, first_of_each, read_words
 from hf_entmax.generation import beam_search, exact_map
 
+SHARES = ("optimal", "exhaustive", "single")
 FIELDS = columns(
     "attention output_alpha seed data languages ensemble accuracy accuracy_per_language dev_accuracy",
     "optimal exhaustive single test_words output_support",
@@ -75,34 +76,29 @@ class Settings(ShapeSettings):
 
 def build_model(settings: Settings, tokenizer: Any, longest: int) -> Any:
     """A small BART from scratch, patched as the settings say; an answer starts with the token that ends it."""
-    more = {"decoder_start_token_id": 1, "max_position_embeddings": longest + 16}
-    return make_sparse(build_seq2seq(settings, len(tokenizer), longest, **more), settings)
+    shape = {"decoder_start_token_id": 1, "max_position_embeddings": longest + 16}
+    return make_sparse(build_seq2seq(settings, len(tokenizer), longest, **shape), settings)
 
 
 def search_test(members: list[Any], words: list[Word], tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """Beam search with a certificate over the test words, then exact search if it has a budget; several models are averaged."""
+    search = functools.partial(exact_map, budget=settings.budget) if settings.budget else beam_search
 
-    def search(part: list[Word]) -> list[tuple[Any, bool, bool, bool, str]]:
-        batch = dict(tokenizer([w.source for w in part], padding=True, return_tensors="pt").to(members[0].device))
-        beams, budget = settings.beams, settings.budget
-        found = (
-            exact_map(members, batch, budget, num_beams=beams)
-            if budget
-            else beam_search(members, batch, num_beams=beams)
-        )
+    def answer(part: list[Word]) -> list[tuple[Any, bool, bool, bool, str]]:
+        batch = tokenizer([w.source for w in part], padding=True, return_tensors="pt").to(members[0].device)
+        found = search(members, dict(batch), num_beams=settings.beams)
         return [(r.best or [], r.optimal, r.exhaustive, r.exhaustive and len(r) == 1, r.reason) for r in found]
 
-    rows = answers_of(words, search, lambda word: len(word.lemma) + len(word.tags), 200)
+    rows = answers_of(words, answer, lambda word: len(word.lemma) + len(word.tags), 200)
     answers = tokenizer.batch_decode([row[0] for row in rows], skip_special_tokens=True)
     lines = ((w.language, w.lemma, w.form, ";".join(w.tags), a) for w, a in zip(words, answers, strict=True))
     write_lines(Path(settings.out) / "answers.tsv", map("\t".join, sorted(lines)))
     for why, count in Counter(row[4] for row in rows if not row[1]).most_common():
         PartialState().print(f"not proved to be the most probable: {count} of {len(rows)}, {why}")
-    shares = {name: [row[place] for row in rows] for place, name in enumerate(("optimal", "exhaustive", "single"), 1)}
     return {
         "accuracy": round(accuracy(words, answers), 2),
         "accuracy_per_language": " ".join(f"{own}={v:.1f}" for own, v in accuracy_per_language(words, answers).items()),
-        **{name: round(100 * statistics.fmean(own), 2) for name, own in shares.items()},
+        **{name: round(100 * statistics.fmean(row[place] for row in rows), 2) for place, name in enumerate(SHARES, 1)},
         "test_words": len(rows),
     }
 
@@ -137,6 +133,7 @@ def main(settings: Settings) -> None:
         members = [trainer.fit()]
         measures = trainer.summary() | {"dev_accuracy": round(trainer.best, 2)}
     members = [member.to(PartialState().device).eval() for member in members]
+    measures |= {"data": settings.train_split, "languages": len({word.language for word in test})}
     measures |= search_test(members, test, tokenizer, settings)
     shown = collated(
         encode(dev, tokenizer), DataCollatorForSeq2Seq(tokenizer, model=members[0]), 100, members[0].device
@@ -144,10 +141,9 @@ def main(settings: Settings) -> None:
     measures |= {"output_support": output_support(members, shown), "ensemble": len(settings.ensemble) or ""}
     if not settings.ensemble:  # its heads have nothing to do with one another
         measures |= head_statistics(members[0], shown, FIELDS)
-    measures |= {"data": settings.train_split, "languages": len({word.language for word in test})}
     if settings.coverage:
-        records = measure_sequences(members[0], encode(test, tokenizer), tokenizer, settings)
-        report(settings, records, data=settings.train_split, train_steps=measures["best_step"])
+        sets = measure_sequences(members[0], encode(test, tokenizer), tokenizer, settings)
+        report(settings, sets, data=settings.train_split, train_steps=measures["best_step"])
     card = {"task": "text2text-generation", "data": name_of(settings.data), "main_measures": ["accuracy"]}
     finish(settings, "inflection", fields, measures, **card)
 
