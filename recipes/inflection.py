@@ -12,8 +12,7 @@ The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the deco
 of lemma, form and tags as in the CoNLL-SIGMORPHON 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``;
 or one table (or Hub data set) that has a column ``lang`` and, if all splits are in it, ``split``. Accuracy is the share of words
 that are wholly right, averaged over languages. The test set is searched with a beam that keeps account of what it drops; with
-``--budget``, words whose answer it does not certify are searched exactly. ``--coverage`` measures conformal sets, of one step and
-of the whole answer, on random splits of the test set; the results then take its rows.
+``--budget``, words whose answer it does not certify are searched exactly. With ``--coverage`` the results take rows of sets.
 """
 
 from __future__ import annotations
@@ -96,10 +95,10 @@ def search_test(members: list[Any], words: list[Word], tokenizer: Any, settings:
     for why, count in Counter(row[4] for row in rows if not row[1]).most_common():
         PartialState().print(f"not proved to be the most probable: {count} of {len(rows)}, {why}")
     return {
+        "test_words": len(rows),
         "accuracy": round(accuracy(words, answers), 2),
         "accuracy_per_language": " ".join(f"{own}={v:.1f}" for own, v in accuracy_per_language(words, answers).items()),
         **{name: round(100 * statistics.fmean(row[place] for row in rows), 2) for place, name in enumerate(SHARES, 1)},
-        "test_words": len(rows),
     }
 
 
@@ -135,14 +134,13 @@ def main(settings: Settings) -> None:
     members = [member.to(PartialState().device).eval() for member in members]
     measures |= {"data": settings.train_split, "languages": len({word.language for word in test})}
     measures |= search_test(members, test, tokenizer, settings)
-    shown = collated(
-        encode(dev, tokenizer), DataCollatorForSeq2Seq(tokenizer, model=members[0]), 100, members[0].device
-    )
+    best, device = members[0], PartialState().device
+    shown = collated(encode(dev, tokenizer), DataCollatorForSeq2Seq(tokenizer, model=best), 100, device)
     measures |= {"output_support": output_support(members, shown), "ensemble": len(settings.ensemble) or ""}
     if not settings.ensemble:  # its heads have nothing to do with one another
-        measures |= head_statistics(members[0], shown, FIELDS)
+        measures |= head_statistics(best, shown, FIELDS)
     if settings.coverage:
-        sets = measure_sequences(members[0], encode(test, tokenizer), tokenizer, settings)
+        sets = measure_sequences(best, encode(test, tokenizer), tokenizer, settings)
         report(settings, sets, data=settings.train_split, train_steps=measures["best_step"])
     card = {"task": "text2text-generation", "data": name_of(settings.data), "main_measures": ["accuracy"]}
     finish(settings, "inflection", fields, measures, **card)

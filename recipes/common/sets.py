@@ -216,10 +216,8 @@ def measure_sequences(
             costs.append(-rows.double().log_softmax(-1).gather(-1, labels[:, None]).sum())
 
     def listed(places: list[int], **limits: Any) -> list[tuple[int, bool]]:
-        batch = tokenizer.pad({"input_ids": [examples[i]["input_ids"] for i in places]}, return_tensors="pt").to(
-            model.device
-        )
-        found = enumerate_hypotheses(model, dict(batch), MOST_ANSWERS, budget=MOST_PREFIXES, **limits)
+        batch = tokenizer.pad([{"input_ids": examples[i]["input_ids"]} for i in places], return_tensors="pt")
+        found = enumerate_hypotheses(model, dict(batch.to(model.device)), MOST_ANSWERS, budget=MOST_PREFIXES, **limits)
         return [(len(one), len(one) < MOST_ANSWERS and one.expansions < MOST_PREFIXES) for one in found]
 
     def supports(places: list[int], threshold: float) -> list[tuple[int, bool]]:

@@ -127,8 +127,9 @@ class Pace(TrainerCallback, ExportableState):
         self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock; ask for a checkpoint or an evaluation, which has a checkpoint too."""
+        """Stop the clock; ask for a checkpoint or an evaluation, which has a checkpoint too, and report the last step."""
         self.seconds += time.perf_counter() - self.began
+        control.should_log |= state.global_step >= state.max_steps
         within = state.epoch % 1 > 0 and state.global_step < state.max_steps
         if within and args.eval_steps and state.global_step % args.eval_steps == 0:
             control.should_evaluate = control.should_save = True

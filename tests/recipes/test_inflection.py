@@ -70,7 +70,7 @@ def test_every_setting_is_one_option(data, tmp_path, attention, output_alpha):
     assert log.exists() == (attention == "learned")
     if attention == "learned":
         trajectory = read_trajectory(log)
-        assert trajectory.steps == [0, 2]
+        assert trajectory.steps == [1, 2]
         last = hf_entmax.alphas(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model"))
         assert {site: values.shape for site, values in trajectory.alpha.items()} == dict.fromkeys(last, (2, 1, 2))
         if result["best_step"] == 2:

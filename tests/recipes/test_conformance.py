@@ -1,0 +1,173 @@
+"""What every training recipe promises: two steps to try it, exact resume after a kill, its folder, its card, its row."""
+
+import csv
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import fresh
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from common.settings import parse
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LEMMAS = ("lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal")
+SMALL = "--width 16 --heads 2 --layers 1 --batch_size 4 --epochs 2 --lr 0.01 --warmup 4"
+
+
+def three(path):
+    return [word for split in ("train", "dev", "test") for word in (f"--{split}", str(path))]
+
+
+def write_words(path):
+    rows = [f"x\t{split}\t{lemma}\t{lemma}a\tV;PST" for split in ("train", "dev", "test") for lemma in LEMMAS]
+    path.write_text("\n".join(["lang\tsplit\tlemma\tform\ttags", *rows]) + "\n")
+    return ["--data", str(path), "--test_words", "2"]
+
+
+def write_pairs(path):
+    path.write_text("de\ten\n" + "".join(f"der {lemma}\tthe {lemma[::-1]}\n" for lemma in LEMMAS))
+    return [*three(path), *["--vocabulary", "60", "--max_tokens", "20", "--certificates", "2"]]
+
+
+def write_articles(path):
+    articles = [{"source": [f"We saw {lemma}.", "So."], "target": [f"saw {lemma}"]} for lemma in LEMMAS]
+    path.write_text("".join(json.dumps(article) + "\n" for article in articles))
+    return [*three(path), *["--vocabulary", "60", "--max_summary", "8"]]
+
+
+#: Recipes that train; what writes their data and returns their options.
+DATA = {"translation": write_pairs, "summarization": write_articles, "inflection": write_words}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def settings_of(recipe, options):
+    return parse(importlib.import_module(recipe).Settings, "", options)
+
+
+def start(recipe, options, **changes):
+    importlib.import_module(recipe).main(dataclasses.replace(settings_of(recipe, options), **changes))
+
+
+def load(folder):
+    return json.loads((folder / "result.json").read_text()), json.loads((folder / "trainer_state.json").read_text())
+
+
+# Each recipe in a fork of one process, killed with SIGKILL after its third step, in the middle of the second epoch.
+DRIVER = """
+import importlib, json, os, signal, sys
+sys.path.insert(0, {recipes!r})
+from common.settings import parse
+from common.trainer import Pace
+end = Pace.on_step_end
+def end_and_die(self, args, state, control, **kwargs):
+    end(self, args, state, control, **kwargs)
+    if state.global_step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+Pace.on_step_end = end_and_die
+for recipe, options in json.loads(sys.argv[1]).items():
+    if not os.fork():
+        module = importlib.import_module(recipe)
+        module.main(parse(module.Settings, "", options))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL, recipe
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """For every recipe: options, among them a folder whose run was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    options = {}
+    for recipe, write in DATA.items():
+        given = [*write(folder / f"{recipe}.{'jsonl' if recipe == 'summarization' else 'tsv'}"), *SMALL.split()]
+        given += [
+            "--attention",
+            "learned",
+            "--output_alpha",
+            "1.5",
+            "--dropout",
+            "0.3",
+            "--checkpoint_steps",
+            "1",
+            "--log_steps",
+            "1",
+        ]
+        options[recipe] = [*given, "--out", str(folder / recipe)]
+    ended = fresh.run(DRIVER.format(recipes=str(RECIPES)), json.dumps(options), environment={"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    return options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", DATA)
+def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
+    torch.set_num_threads(1)
+    options, folder = killed[recipe], Path(killed[recipe][-1])
+    assert (folder / "checkpoint-3").exists() and not (folder / "model").exists()
+    (folder / "checkpoint-4").mkdir(exist_ok=True)  # as if it had been killed while it wrote this one
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        start(recipe, options)
+    with pytest.raises(ValueError, match=r"started differently \(seed was 0, is now 1; lr was 0\.01, is now 0\.02\)"):
+        start(recipe, options, resume=True, lr=0.02, seed=1)
+    data = next(Path(word) for word in options if word.endswith((".tsv", ".jsonl")))
+    text = data.read_text()
+    data.write_text(text.replace("mir", "tol"))
+    with pytest.raises(ValueError, match="the training data have changed since"):
+        start(recipe, options, resume=True)
+    data.write_text(text)
+    rows = str(tmp_path / "rows.csv")
+    start(recipe, options, resume=True, results=rows)
+    start(recipe, options, out=str(tmp_path / "whole"))
+    one, two = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "whole", folder))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    results, states = zip(load(tmp_path / "whole"), load(folder), strict=True)
+    varies = ("train_seconds", "tokens_per_second")
+    assert all(results[0][name] == results[1][name] for name in results[0] if name not in varies)
+    losses = [[(line["step"], line["loss"]) for line in state["log_history"] if "loss" in line] for state in states]
+    assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, len(losses[0]) + 1))
+    # A finished run only tests again, and its row is there once.
+    start(recipe, options, resume=True, results=rows)
+    with open(rows, newline="") as lines:
+        (row,) = csv.DictReader(lines)
+    assert tuple(row) == importlib.import_module(recipe).FIELDS
+    again, state = load(folder)
+    assert state["global_step"] == int(row["steps"]) == again["steps"] and again["command"] == row["command"]
+    card = (folder / "model" / "README.md").read_text()
+    assert card.count("## Results") == 1 and f"recipes/{recipe}.py" in card and "| best_step |" in card
+
+
+@pytest.mark.parametrize("recipe", DATA)
+def test_two_steps_try_everything(recipe, tmp_path):
+    suffix = "jsonl" if recipe == "summarization" else "tsv"
+    options = [*DATA[recipe](tmp_path / f"data.{suffix}"), *SMALL.split(), "--smoke", "--out", str(tmp_path / "run")]
+    start(recipe, options, results=str(tmp_path / "rows.csv"))
+    result, state = load(tmp_path / "run")
+    assert result["steps"] == 2 and state["log_history"] and result["attention"] == "softmax"
+    assert not (tmp_path / "rows.csv").exists()  # two steps are no result
+    assert "A softmax baseline" in (tmp_path / "run" / "model" / "README.md").read_text()
+    # Before anything is written: the folder, the model, the row of results.
+    (tmp_path / "bad.csv").write_text("a,b\n")
+    for changes, message in [
+        ({"out": ""}, "--out is missing"),
+        ({"results": str(tmp_path / "bad.csv")}, r"has the columns \['a', 'b'\]"),
+        ({"batch_size": 4, "gradient_accumulation": 3}, "cannot be shared by 1 process"),
+        *([({"model": "./nowhere"}, "there is no such folder")] if recipe != "inflection" else []),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            start(recipe, options, **{"out": str(tmp_path / "other"), **changes})
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match=r"alpha_lr=0\.1 would have no effect"):
+        start(recipe, options, out=str(tmp_path / "other"), alpha_lr=0.1)
+    with pytest.raises(SystemExit):
+        settings_of(recipe, [*options, "--epoch", "3"])
