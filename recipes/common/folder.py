@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
 
 from common.results import Results
@@ -21,16 +22,10 @@ MAY_DIFFER_ON_RESUME = (
     "out", "resume", "push_to_hub", "report_to", "results", "log_steps", "checkpoint_steps", "coverage",
 )  # fmt: skip
 LOCK = "lock"
-
-#: Locks of this process, by folder; they go when the process ends, however it ends.
-_LOCKS: dict[Path, IO[str]] = {}
+_held: list[FileLock] = []  # until the process ends, however it ends
 
 #: What torchrun and the programs of MPI call the number of processes that they start.
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-HOW = (
-    "On CPUs `accelerate launch` starts one process however many it is asked for, unless it is configured with MPI "
-    "(recipes/configs/accelerate/two_cpu_processes.yaml); without MPI use `torchrun --standalone --nproc_per_node N recipes/...`."
-)
 
 
 def open_folder(settings: RunSettings, recipe: str, fields: Sequence[str] = ()) -> Path:
@@ -75,7 +70,13 @@ def open_folder(settings: RunSettings, recipe: str, fields: Sequence[str] = ()) 
     state.wait_for_everyone()
     if state.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
+        try:
+            _held.append(FileLock(folder / LOCK, is_singleton=True))
+            _held[-1].acquire(blocking=False)
+        except Timeout as error:
+            raise ValueError(
+                f"--out {folder}: another process is at work there; wait for it, or give another folder."
+            ) from error
         write(folder / "settings.json", json.dumps(identity, indent=1))
     state.wait_for_everyone()
     return folder
@@ -106,26 +107,6 @@ def _check_owner(folder: Path, identity: dict[str, Any], settings: RunSettings) 
         raise ValueError(f"--resume {folder}: the run was started differently ({says}). Use the same settings.")
 
 
-def _lock(folder: Path) -> None:
-    """Keep other processes out of a folder until this one ends."""
-    place = folder.resolve()
-    if place in _LOCKS:
-        return
-    file = (folder / LOCK).open("a", encoding="utf-8")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ValueError(
-            f"--out {folder}: another process is at work there; wait for it, or give another folder."
-        ) from error
-    except (ImportError, OSError):  # Windows, and file systems that know no locks
-        pass
-    _LOCKS[place] = file
-
-
 def write(path: Path, text: str) -> None:
     """Write a small file so that it is never seen half-written."""
     beside = path.with_name(path.name + ".new")
@@ -148,11 +129,7 @@ def check_model(where: str) -> None:
 
 
 def say_processes(recipe: str, state: PartialState | None = None) -> None:
-    """Print how many processes run a recipe, on what.
-
-    Args:
-        recipe: its name.
-        state: the group of its processes; None for a recipe that one process runs.
+    """Print how many processes run a recipe, on what; None is one process.
 
     Raises:
         ValueError: if fewer run than were asked for.
@@ -160,26 +137,22 @@ def say_processes(recipe: str, state: PartialState | None = None) -> None:
     running = state.num_processes if state else 1
     check_processes(running)
     if state is None or state.is_main_process:
-        print(f"{recipe}: {_count(running)}{f' on {state.device.type}' if state else ''}.", flush=True)
+        where = f" on {state.device.type}" if state else ""
+        print(f"{recipe}: {running} process{'es' if running > 1 else ''}{where}.", flush=True)
 
 
 def check_processes(running: int) -> None:
-    """Raise ``ValueError`` if fewer processes share the work than the launcher was asked for."""
+    """Raise ``ValueError`` if fewer processes share the work than the launcher was asked for: each would train by itself."""
     asked = max((int(os.environ[name]) for name in SIZES if os.environ.get(name, "").isdecimal()), default=1)
-    if asked > running:
-        raise ValueError(
-            f"{asked} processes were asked for, and this one works as one of {_count(running)}: each would train "
-            f"a model of its own. {HOW}"
-        )
     # Accelerate gives its script the address of the group where it was asked for several processes, and without MPI it then
     # starts one on a CPU: nobody has a rank in that group.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
-    if running == 1 and launched and not any(name in os.environ for name in SIZES):
+    alone = running == 1 and launched and not any(name in os.environ for name in SIZES)
+    if asked > running or alone:
+        wanted = "several" if alone else asked
         raise ValueError(
-            f"`accelerate launch` was asked for several processes and started one. {HOW} If one is meant, give "
-            "--num_processes 1 and unset MASTER_ADDR and MASTER_PORT."
+            f"{wanted} processes were asked for, and {running} share(s) the work. On CPUs `accelerate launch` starts one however "
+            "many it is asked for, unless it is configured with MPI (recipes/configs/accelerate/two_cpu_processes.yaml); without "
+            "MPI use `torchrun --standalone --nproc_per_node N recipes/...`. If one is meant, give --num_processes 1 and unset "
+            "MASTER_ADDR and MASTER_PORT."
         )
-
-
-def _count(processes: int) -> str:
-    return f"{processes} process{'es' if processes != 1 else ''}"

@@ -10,10 +10,10 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -75,7 +75,11 @@ class Results:
             raise ValueError(f"{self.path}: no columns for {unknown}.")
         row = {name: str(values.get(name, "")) for name in self.fields}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="", encoding="utf-8") as lines, _exclusive(lines):
+        with self.path.open("a", newline="", encoding="utf-8") as lines:
+            with contextlib.suppress(ImportError, OSError):  # Windows, and file systems that know no locks
+                import fcntl
+
+                fcntl.flock(lines, fcntl.LOCK_EX)  # other runs append to it too
             writer = csv.DictWriter(lines, self.fields, lineterminator="\n")
             if not lines.seek(0, os.SEEK_END):
                 writer.writeheader()
@@ -85,22 +89,10 @@ class Results:
         self.rows.append(row)
 
 
-@contextlib.contextmanager
-def _exclusive(file: IO[str]) -> Iterator[None]:
-    """Keep other runs from appending to a file meanwhile; the lock goes when the file is closed."""
-    with contextlib.suppress(ImportError, OSError):  # Windows, and file systems that know no locks
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-
-
 def hardware() -> str:
     """The processor or GPU, and how many threads were used."""
-    name = device_name("cpu")
-    if torch.cuda.is_available():
-        name += f" + {device_name('cuda')}"
-    return f"{name}, {torch.get_num_threads()} thread(s)"
+    names = [device_name("cpu"), *([device_name("cuda")] if torch.cuda.is_available() else [])]
+    return f"{' + '.join(names)}, {torch.get_num_threads()} thread(s)"
 
 
 def command(without: Sequence[str] = (), lists: Sequence[str] = ()) -> str:
@@ -131,21 +123,11 @@ def origin(without: Sequence[str] = (), lists: Sequence[str] = (), packages: Seq
 
 def versions(*more: str) -> str:
     """Versions of what computed the numbers; ``more`` names further packages."""
-    packages = ["torch", "transformers", *more]
-    named = [f"{name} {metadata.version(name)}" for name in packages]
+    named = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", *more)]
     return ", ".join([f"hf_entmax {hf_entmax.__version__}", *named, f"python {platform.python_version()}"])
 
 
-def finish(
-    settings: RunSettings,
-    recipe: str,
-    fields: Sequence[str],
-    measures: dict[str, Any],
-    *,
-    task: str,
-    data: str,
-    main_measures: Sequence[str],
-) -> None:
+def finish(settings: RunSettings, recipe: str, fields: Sequence[str], measures: dict[str, Any], **card: Any) -> None:
     """Say the numbers, write ``result.json``, the model card and the row of results, and upload the model if asked to.
 
     Args:
@@ -153,13 +135,11 @@ def finish(
         recipe: its name.
         fields: columns of the results file; none where it takes other rows than this one.
         measures: the numbers.
-        task: the Hub's name of the task, e.g. ``"translation"``.
-        data: name of the data.
-        main_measures: those that stand in the card's metadata.
+        card: see `write_card`.
     """
-    state = PartialState()
+    state, folder = PartialState(), Path(settings.out)
+    model = folder / "model" if (folder / "model").exists() else folder  # an ensemble has no model of its own
     if state.is_main_process:
-        folder = Path(settings.out)
         row = {"attention": settings.attention, "output_alpha": settings.output_alpha, "seed": settings.seed}
         row |= {"mapping_options": settings.mapping_options} if "mapping_options" in fields else {}
         row |= {**measures, "processes": state.num_processes}
@@ -167,9 +147,7 @@ def finish(
         row |= origin(NOT_IN_COMMAND, ("--report_to",), ("accelerate",))
         finished = (folder / "result.json").exists()
         (folder / "result.json").write_text(strict_json(row), encoding="utf-8")
-        model = folder / "model"
-        # An ensemble has no model of its own.
-        write_card(model if model.exists() else folder, recipe, row, task=task, data=data, main_measures=main_measures)
+        write_card(model, recipe, row, **card)
         if settings.results and fields and not settings.smoke:
             book = Results(Path(settings.results), fields)
             # A finished run that is resumed only tests again.
@@ -177,9 +155,7 @@ def finish(
                 book.add(**row)
         if settings.push_to_hub:
             HfApi().create_repo(settings.push_to_hub, exist_ok=True)
-            HfApi().upload_folder(
-                repo_id=settings.push_to_hub, folder_path=model, ignore_patterns=["training_args.bin"]
-            )
+            HfApi().upload_folder(repo_id=settings.push_to_hub, folder_path=model, ignore_patterns="training_args.bin")
     state.wait_for_everyone()
 
 
@@ -194,32 +170,35 @@ def strict_json(row: dict[str, Any]) -> str:
     {"perplexity": null, "not_finite": {"perplexity": "inf"}}
     """
     odd = {name: str(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    plain = {**row, **dict.fromkeys(odd)} | ({"not_finite": odd} if odd else {})
-    return json.dumps(plain, indent=1, allow_nan=False)
+    return json.dumps({**row, **dict.fromkeys(odd)} | ({"not_finite": odd} if odd else {}), indent=1, allow_nan=False)
 
 
 def write_card(
     folder: Path, recipe: str, row: dict[str, Any], *, task: str, data: str, main_measures: Sequence[str]
 ) -> None:
-    """Add the measured numbers to the model's card, or write one where ``save_pretrained`` wrote none."""
-    path = folder / "README.md"
-    results = [
-        EvalResult(task_type=task, dataset_type=data, dataset_name=data, metric_type=name, metric_value=row[name])
-        for name in main_measures
-    ]
-    table = ["| measure | value |", "|---|---|"]
-    table += [f"| {name} | {value} |" for name, value in row.items() if value not in ("", None)]
-    heading = f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on "
-    section = f"{heading}{data}.\n\n" + "\n".join(table) + "\n"
+    """Add the measured numbers to the model's card, or write one where ``save_pretrained`` wrote none.
+
+    Args:
+        folder: of the model.
+        recipe: its name.
+        row: the numbers.
+        task: the Hub's name of the task, e.g. ``"translation"``.
+        data: name of the data.
+        main_measures: those that stand in the card's metadata.
+    """
+    path, heading = folder / "README.md", f"\n## Results\n\nTrained by `recipes/{recipe}.py` of hf_entmax on "
     if path.exists():
         # The line that marks the card as the plugin's goes: a later save_pretrained must not overwrite these numbers.
         card = ModelCard(path.read_text(encoding="utf-8").replace(MARKER + "\n", ""))
-        card.text = card.text.partition(heading)[0].rstrip() + "\n" + section  # in place of what an earlier test found
     else:
         header = ModelCardData(library_name="transformers", tags=["hf_entmax"]).to_yaml()
-        card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n{section}")
+        card = ModelCard(f"---\n{header}\n---\n\n# {recipe}\n\nA softmax baseline of hf_entmax's recipes.\n")
+    table = "".join(f"| {name} | {value} |\n" for name, value in row.items() if value not in ("", None))
+    text = card.text.partition(heading)[0].rstrip()  # without what an earlier test found
+    card.text = f"{text}\n{heading}{data}.\n\n| measure | value |\n|---|---|\n{table}"
     card.data.model_name = f"{recipe} {row['attention']}/{row['output_alpha']}"
-    card.data.eval_results = results
+    kind = {"task_type": task, "dataset_type": data, "dataset_name": data}
+    card.data.eval_results = [EvalResult(**kind, metric_type=name, metric_value=row[name]) for name in main_measures]
     card.save(path)
 
 

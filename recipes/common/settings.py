@@ -1,4 +1,4 @@
-"""Settings of a recipe: a dataclass, filled from YAML files and from the command line."""
+"""Settings of a recipe: a dataclass, filled from YAML files and from the command line, and the model that they ask for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import copy
 import dataclasses
 import difflib
-import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,50 +56,43 @@ class RunSettings:
         self.require("warmup", self.warmup >= 1, "at least 1 step")
         self.require_at_least(lr=0, weight_decay=0, clip_norm=0, patience=0, checkpoint_steps=0)
         self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
-        allowed = (None, "no", "bf16", "fp16")
-        self.require("mixed_precision", self.mixed_precision in allowed, "one of no, bf16, fp16")
+        self.require("mixed_precision", self.mixed_precision in (None, "no", "bf16", "fp16"), "one of no, bf16, fp16")
         # NumPy's seeds end there, and every process adds its number.
         self.require("seed", 0 <= self.seed < 2**32 - 2**16, f"at least 0 and below {2**32 - 2**16}")
-        steps = self.gradient_accumulation
-        self.require("batch_size", self.batch_size >= steps, f"at least gradient_accumulation={steps}")
         self.entmax()  # says now what is wrong with attention, mapping_options, alpha_init and output_alpha
 
     def require(self, name: str, right: bool, allowed: str) -> None:
-        """Raises ``ValueError`` that names a setting, what was given and what is allowed."""
+        """Raise ``ValueError`` that names a setting, what was given and what is allowed."""
         if not right:
             raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}.")
 
     def require_at_least(self, **least: int) -> None:
-        """Raises ``ValueError`` where one of these settings is smaller."""
+        """Raise ``ValueError`` where one of these settings is smaller."""
         for name, bound in least.items():
             self.require(name, getattr(self, name) >= bound, f"at least {bound}")
 
     def entmax(self) -> EntmaxConfig | None:
         """How the model is to be patched; None where attention and output are softmax."""
+        kind, start = self.attention, self.alpha_init
         output = None if self.output_alpha == 1.0 else self.output_alpha
-        kind = self.attention
         try:
             chosen = yaml.safe_load(self.mapping_options) if self.mapping_options else {}
         except yaml.YAMLError as error:
             raise ValueError(f"mapping_options={self.mapping_options!r} is not YAML: {error}") from error
         self.require("mapping_options", isinstance(chosen, dict), "a YAML mapping such as '{lam: 0.5}'")
-        start = self.alpha_init
         self.require("alpha_init", start == "normal" or _number(start), "normal or a number between 1 and 2")
         if start != "normal" and kind != "learned":
             raise ValueError(f"alpha_init={start} would have no effect: attention={kind} learns no alpha.")
-        if kind == "softmax":
-            fields: dict[str, Any] = {"alpha": 1.0}
-        elif kind == "learned":
-            fields = {"alpha": "learned", "alpha_init": start if start == "normal" else float(start)}
-        elif _number(kind):
-            fields = {"alpha": float(kind)}
+        fields: dict[str, Any] = {"mapping_options": chosen} if chosen else {}
+        if kind == "learned":
+            fields |= {"alpha": "learned", "alpha_init": start if start == "normal" else float(start)}
+        elif kind == "softmax" or _number(kind):
+            fields["alpha"] = 1.0 if kind == "softmax" else float(kind)
         else:
             known = f"softmax, learned, a number from 1 on, or one of {', '.join(sorted(ATTENTION_MAPPINGS))}"
             self.require("attention", kind in ATTENTION_MAPPINGS, known)
             ATTENTION_MAPPINGS[kind].settings(chosen)  # says what is wrong with them
-            fields = {"mapping": kind}
-        if chosen:
-            fields["mapping_options"] = chosen
+            fields["mapping"] = kind
         config = EntmaxConfig(**fields, output_alpha=output)
         return None if kind == "softmax" and output is None else config
 
@@ -148,40 +140,32 @@ SettingsT = TypeVar("SettingsT", bound=RunSettings)
 def parse(settings_class: type[SettingsT], description: str, arguments: list[str] | None = None) -> SettingsT:
     """Read ``--config`` files, then the options after them; what comes later wins.
 
+    Exits with status 2 and one line that says what is wrong, for options that do not exist and values that are not allowed.
+
     Args:
         settings_class: a dataclass; every field becomes an option ``--name`` and may stand in a YAML file.
         description: for ``--help``; its first paragraph is shown.
         arguments: the command line; default ``sys.argv[1:]``.
-
-    Exits with status 2 and one line that says what is wrong, for keys and options that do not exist and for values
-    that are not allowed.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", action="append", default=[])
     given, rest = files.parse_known_args(arguments)
     parser = HfArgumentParser(settings_class, description=description.strip().split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--config", action="append", help="YAML file of settings; may be given several times")
-    names = [field.name for field in dataclasses.fields(settings_class)]
+    names = ["--help", "--config", *(f"--{field.name}" for field in dataclasses.fields(settings_class))]
     try:
-        stored = []
-        for file in given.config:
-            words = _words(Path(file), names)
-            usual, parser.prog = parser.prog, f"{parser.prog}: {file}"
-            parser.parse_known_args(words)  # a value that does not fit is an error that names the file
-            parser.prog = usual
-            stored += words
-        # Unknown options are an error here: HfArgumentParser would hand them back among others.
-        options = [word.split("=")[0] for word in rest if word.startswith("--")]
-        if unknown := [word for word in options if word[2:] not in (*names, "help", "config")]:
-            raise ValueError(_unknown(unknown[0], "option", [f"--{name}" for name in names]))
-        settings = parser.parse_args_into_dataclasses([*stored, *rest], look_for_args_file=False)[0]
+        words = [word for file in given.config for word in _words(Path(file))] + rest
+        for word in words:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in names:
+                near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(option, names, n=1))
+                raise ValueError(f"there is no option {option}.{near} There are: {', '.join(names)}.")
+        return parser.parse_args_into_dataclasses(words, look_for_args_file=False)[0]
     except (ValueError, TypeError, OSError) as error:
-        parser.exit(2, f"{Path(sys.argv[0]).name}: {error}\n")
-    return settings
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def _words(path: Path, names: list[str]) -> list[str]:
+def _words(path: Path) -> list[str]:
     """The settings of a YAML file as command-line words, so that both are read in the same way."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -191,28 +175,13 @@ def _words(path: Path, names: list[str]) -> list[str]:
         raise ValueError(f"{path} must hold settings, `name: value` line by line, not a {type(values).__name__}.")
     words: list[str] = []
     for name, value in values.items():
-        if name not in names:
-            raise ValueError(f"{path}: {_unknown(str(name), 'setting', names)}")
-        if value is None:
-            continue
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            words.append(f"--{name}={yaml.safe_dump(value, default_flow_style=True).strip()}")
-        else:
-            words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+        elif value is not None:
+            text = yaml.safe_dump(value, default_flow_style=True).strip() if isinstance(value, dict) else value
+            words.append(f"--{name}={text}")
     return words
 
 
-def _unknown(given: str, kind: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(given, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return f"there is no {kind} {given}.{hint} There are: {', '.join(names)}."
-
-
 def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return text.replace(".", "", 1).isdigit()
