@@ -1,6 +1,6 @@
-"""Transformers' `Seq2SeqTrainer`, with what the recipes need beside it.
+"""Transformers' `Seq2SeqTrainer`, with what the recipes need beside it; without ``predict_with_generate`` it is a plain Trainer.
 
-Everything else is the Trainer's own, so that a recipe reads as any script for it. What it does not do by itself:
+What the Trainer does not do by itself:
 
 - the examples of a step are similarly long, in an order that follows from seed and epoch alone, so that a run that was killed
   goes on with the batches that it had not seen (`SimilarLengths`; the Trainer's own sampler draws anew);
@@ -26,13 +26,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import (
-    EarlyStoppingCallback,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from common.folder import write
@@ -48,12 +42,13 @@ POOL = 50
 
 def training_arguments(settings: RunSettings, **more: Any) -> Seq2SeqTrainingArguments:
     """Return the Trainer's arguments for a recipe's settings; ``more`` adds to them or changes them."""
-    processes, on_cpu = PartialState().num_processes, not torch.accelerator.is_available()
+    state, on_cpu = PartialState(), not torch.accelerator.is_available()
     usual = {
         "output_dir": settings.out,
         "num_train_epochs": settings.epochs,
         "max_steps": 2 if settings.smoke else -1,
-        "per_device_train_batch_size": settings.batch_size // settings.gradient_accumulation // processes,
+        "per_device_train_batch_size": settings.batch_size // settings.gradient_accumulation // state.num_processes,
+        "per_device_eval_batch_size": 64,
         "gradient_accumulation_steps": settings.gradient_accumulation,
         "learning_rate": settings.lr,
         "adam_beta2": 0.98,
@@ -68,7 +63,7 @@ def training_arguments(settings: RunSettings, **more: Any) -> Seq2SeqTrainingArg
         "seed": settings.seed,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
-        "eval_steps": getattr(settings, "evaluate_every", 0) or None,  # read by `Pace`
+        "eval_steps": getattr(settings, "evaluate_every", 0) or None,  # this and the next are for `Pace`
         "save_steps": settings.checkpoint_steps or 10**9,
         "save_total_limit": 2,
         "load_best_model_at_end": True,
@@ -77,21 +72,14 @@ def training_arguments(settings: RunSettings, **more: Any) -> Seq2SeqTrainingArg
         "logging_steps": settings.log_steps,
         "logging_first_step": True,
         "report_to": settings.report_to or "none",
-        "per_device_eval_batch_size": 64,
         "generation_num_beams": 1,
-        "disable_tqdm": not PartialState().is_main_process,
+        "disable_tqdm": not state.is_main_process,
     }
     return Seq2SeqTrainingArguments(**{**usual, **more})
 
 
 class SimilarLengths(Sampler[int]):
-    """Draw examples so that those of a step are similarly long.
-
-    Args:
-        lengths: of every example.
-        batch_size: examples of a step, over all processes.
-        seed: of the order.
-    """
+    """Draw examples of these lengths so that those of a step, ``batch_size`` over all processes, are similarly long."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
@@ -105,8 +93,7 @@ class SimilarLengths(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         rng = random.Random(f"{self.seed}/{self.epoch}")
-        order = list(range(len(self)))
-        rng.shuffle(order)
+        order = rng.sample(range(len(self)), len(self))
         pool = POOL * self.batch_size
         pools = [sorted(order[i : i + pool], key=self.lengths.__getitem__) for i in range(0, len(order), pool)]
         order = [example for part in pools for example in part]
@@ -142,22 +129,23 @@ class Pace(TrainerCallback, ExportableState):
 
 
 class RecipeTrainer(Seq2SeqTrainer):
-    """A `Seq2SeqTrainer` for a recipe's settings; without ``predict_with_generate`` it is a plain `Trainer`.
+    """A `Seq2SeqTrainer` for a recipe's settings.
 
-    ``compute_metrics`` returns ``"score"`` among its measures; the model of the highest one is the best. Examples are dicts with
-    lists of token ids, or tuples of texts.
+    ``compute_metrics`` returns ``"score"`` among its measures: the best model has the highest. Examples are dicts with lists of
+    token ids, or tuples of texts.
 
     Args:
         settings: of the recipe.
+        model: patched or not, on any device.
         trainer: the Trainer's own arguments; ``args`` are `training_arguments` where none are given.
     """
 
     def __init__(self, settings: RunSettings, model: Any, **trainer: Any) -> None:
         self.settings, self.folder = settings, Path(settings.out)
-        # A mean over the labels of a step, wherever its parts are; a model's own may be a mean of means.
-        loss = SmoothedEntmaxLoss(settings.output_alpha, 0.0, shift=shifts_labels(model))
         callbacks = [Pace(), *([EarlyStoppingCallback(settings.patience)] if settings.patience else [])]
         callbacks += trainer.pop("callbacks", [])
+        # A mean over the labels of a step, wherever its parts are; a model's own may be a mean of means.
+        loss = SmoothedEntmaxLoss(settings.output_alpha, 0.0, shift=shifts_labels(model))
         usual = {"args": training_arguments(settings), "compute_loss_func": loss}
         super().__init__(model, callbacks=callbacks, **{**usual, **trainer})
         learned = is_patched(model) and entmax_config(model).alpha == "learned"
@@ -190,6 +178,11 @@ class RecipeTrainer(Seq2SeqTrainer):
         finally:
             if own is not None:
                 self.model.generation_config = own
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict every example once: the Seq2SeqTrainer would keep those that fill up a batch of several processes."""
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
 
     def fit(self) -> Any:
         """Train, from the last checkpoint where there is one, and return the best model, ready for tests.
