@@ -1,6 +1,5 @@
 """Text classification with an encoder, BERT-shaped from scratch or pretrained.
 
-    python recipes/classification.py --config recipes/configs/classification.yaml --out runs/cls-softmax
     python recipes/classification.py --config recipes/configs/classification.yaml --out runs/cls-learned \
         --attention learned --output_alpha 1.5
     accelerate launch recipes/classification.py --config ... --out ...                  # as `accelerate config` says
@@ -8,7 +7,6 @@
     python recipes/classification.py --model google-bert/bert-base-uncased --attention learned --alpha_init 1.05 \
         --lr 3e-5 --warmup 100 --epochs 3 --batch_size 32 --train hub:nyu-mll/glue#sst2@train \
         --dev hub:nyu-mll/glue#sst2@validation --test my_reviews.tsv --text sentence --out runs/sst2-sparse
-    python recipes/classification.py --config ... --out runs/cls-softmax --resume
     python recipes/classification.py --config ... --out runs/cls-softmax --resume --coverage 90 95 --results sets.csv
 
 Data: tables or JSON lines with a column for the text and one for the label, or data sets of the Hub; one table for all
@@ -25,30 +23,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
-from sklearn.metrics import f1_score
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from common.batches import Batches, answers_of, collated, evenly
-from common.finish import check_finish, finish
+from common.batches import collated
+from common.classes import percent, read_texts, scores, train_tokenizer
+from common.folder import open_folder, write_lines
 from common.from_scratch import ShapeSettings, build_bert
 from common.heads import head_statistics
 from common.pretrained import check_length
-from common.results import END, columns
-from common.run import Run
-from common.sets import MOST, check_sets, measure_labels, report
-from common.settings import option, parse
-from common.training import Training, make_sparse
-from hf_entmax.analysis.reading.tables import read_splits
-from hf_entmax.ops import entmax
-
-Texts = list[tuple[str, str]]
+from common.results import END, columns, finish
+from common.sets import check_sets, report_labels
+from common.settings import make_sparse, option, parse
+from common.trainer import RecipeTrainer
 
 FIELDS = columns(
     "attention output_alpha mapping_options seed data classes accuracy macro_f1 dev_accuracy",
@@ -56,7 +44,6 @@ FIELDS = columns(
     "density_encoder_self support_encoder_self js_encoder_self",
     END,
 )
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 
 @dataclasses.dataclass
@@ -83,187 +70,69 @@ class Settings(ShapeSettings):
         self.require("coverage", all(0 < share < 100 for share in self.coverage), "between 0 and 100")
 
 
-def read_texts(settings: Settings) -> tuple[Texts, Texts, Texts]:
-    """Texts and labels of train, dev and test; a table that holds all of them is read once."""
-    columns = [settings.text, settings.label, *([settings.split_column] if settings.split_column else [])]
-    tables = read_splits({split: getattr(settings, split) for split in ("train", "dev", "test")}, columns)
-
-    def rows_of(split: str) -> Texts:
-        where = getattr(settings, split)
-        rows = [(row[0], row[1]) for row in tables[split] if len(row) == 2 or row[2] == split]
-        if not rows:
-            raise ValueError(f"{where}: no row has {split!r} in its column {settings.split_column}.")
-        return rows
-
-    return rows_of("train"), rows_of("dev"), rows_of("test")
-
-
-def check_labels(train: Texts, **others: Texts) -> list[str]:
-    """The classes, sorted.
-
-    Raises:
-        ValueError: if there is only one, or a label of another split is not among them.
-    """
-    classes = sorted({label for _, label in train})
-    if len(classes) < 2:
-        raise ValueError(f"all training texts have the label {classes[0]!r}: there is nothing to learn.")
-    for split, texts in others.items():
-        if unknown := sorted({label for _, label in texts} - set(classes)):
-            raise ValueError(f"{split} has labels that training does not have: {', '.join(unknown)}.")
-    return classes
-
-
-def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
-    """WordPiece of that size, or single characters (0), between ``[CLS]`` and ``[SEP]`` as BERT wants it."""
-    if size:
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-        tokenizer.train_from_iterator(texts, trainer)
-    else:
-        characters = sorted({character for text in texts for character in text})
-        vocabulary = {token: place for place, token in enumerate([*SPECIAL, *characters])}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def encode(texts: Texts, tokenizer: Any, classes: list[str], longest: int) -> list[dict[str, Any]]:
-    """Token ids and class numbers; texts longer than ``longest`` tokens are cut."""
-    number = {label: place for place, label in enumerate(classes)}
-    ids = tokenizer([text for text, _ in texts], truncation=True, max_length=longest)["input_ids"]
-    return [{"input_ids": i, "labels": number[label]} for i, (_, label) in zip(ids, texts, strict=True)]
-
-
-def build_model(settings: Settings, vocabulary: int, classes: list[str]) -> Any:
-    """A pretrained encoder with a new head, or a small BERT from scratch."""
-    names = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+def build(settings: Settings, texts: list[str], classes: list[str]) -> tuple[Any, Any]:
+    """Return a model and its tokenizer: a pretrained encoder with a new head, or a small BERT from scratch."""
+    config: dict[str, Any] = {"id2label": dict(enumerate(classes)), "problem_type": "single_label_classification"}
+    config["label2id"] = {label: number for number, label in enumerate(classes)}
     if settings.model:
-        # A head for other classes is replaced by a new one.
-        options = {**names, "problem_type": "single_label_classification", "ignore_mismatched_sizes": True}
-        return AutoModelForSequenceClassification.from_pretrained(settings.model, dtype=torch.float32, **options)
-    options = {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": 0.0, **names}
-    sizes = (vocabulary, settings.width, settings.layers, settings.heads, settings.max_tokens)
-    return build_bert(*sizes, problem_type="single_label_classification", **options)
-
-
-def logits_of(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> torch.Tensor:
-    """Logits of examples, in order, float32 ``[n, classes]``, on the CPU."""
-    plain = run.accelerator.unwrap_model(model)
-
-    def answer(part: list[dict[str, Any]]) -> list[torch.Tensor]:
-        batch = collator(part).to(run.accelerator.device)
-        batch.pop("labels")
-        return list(plain(**batch).logits.float().cpu())
-
-    return torch.stack(answers_of(examples, answer, lambda example: len(example["input_ids"]), 256))
-
-
-def predict(model: Any, examples: list[dict[str, Any]], collator: Any, run: Run) -> list[tuple[int, int, int]]:
-    """For every example, in order: the right class, the most probable one, how many have a probability above 0."""
-    logits, alpha = logits_of(model, examples, collator, run), run.settings.output_alpha
-    possible = (entmax(logits, alpha) > 0).sum(-1).tolist() if alpha > 1 else [logits.shape[-1]] * len(logits)
-    return list(zip((row["labels"] for row in examples), logits.argmax(-1).tolist(), possible, strict=True))
-
-
-def percent(flags: list[bool]) -> float | str:
-    """Share of true ones, %; nothing where there are none."""
-    return round(100 * sum(flags) / len(flags), 2) if flags else ""
-
-
-def scores(found: list[tuple[int, int, int]], classes: int, seen: list[bool]) -> dict[str, Any]:
-    """Accuracy, macro-F1 and, for sparse outputs, what is said with certainty; in % but ``possible_labels``.
-
-    Args:
-        found: by `predict`.
-        classes: how many there are; those that occur neither as label nor as prediction do not count in macro-F1.
-        seen: whether a text occurs in the training set.
-    """
-    right = [label == guess for label, guess, _ in found]
-    occurring = sorted({number for label, guess, _ in found for number in (label, guess)})
-    labels, guesses, _ = zip(*found, strict=True)
-    f1 = f1_score(labels, guesses, labels=occurring, average="macro", zero_division=0)
-    certain = [possible == 1 for *_, possible in found]
-    return {
-        "classes": classes,
-        "accuracy": percent(right),
-        "macro_f1": round(100 * float(f1), 2),
-        "unseen_accuracy": percent([flag for flag, before in zip(right, seen, strict=True) if not before]),
-        "seen": percent(seen),
-        "test_texts": len(found),
-        "possible_labels": round(sum(row[2] for row in found) / len(found), 3),
-        "certain": percent(certain),
-        "certain_accuracy": percent([flag for flag, sure in zip(right, certain, strict=True) if sure]),
-    }
+        config |= {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # a head for other classes is replaced
+        model = AutoModelForSequenceClassification.from_pretrained(settings.model, **config)
+        return model, AutoTokenizer.from_pretrained(settings.model)
+    tokenizer = train_tokenizer(texts, settings.vocabulary)
+    config |= {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": 0.0}
+    sizes = (len(tokenizer), settings.width, settings.layers, settings.heads, settings.max_tokens)
+    return build_bert(*sizes, **config), tokenizer
 
 
 def main(settings: Settings) -> None:
-    train, dev, test = read_texts(settings)
-    classes = check_labels(train, dev=dev, test=test)
-    if settings.dev_texts:
-        dev = evenly(dev, settings.dev_texts)  # files are sorted by language, by class, ...
-    if settings.smoke:
-        train, dev, test = (evenly(texts, 64) for texts in (train, dev, test))
+    texts, classes = read_texts(settings)
     fields = () if settings.coverage else FIELDS
-    check_finish(settings, fields)
     check_sets(settings)
-    run = Run(settings, "classification")
+    folder = open_folder(settings, "classification", fields)
     set_seed(settings.seed)
-    if settings.model:
-        tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-    else:
-        tokenizer = train_tokenizer([text for text, _ in train], settings.vocabulary)
-    model = build_model(settings, len(tokenizer), classes)
+    model, tokenizer = build(settings, [text for text, _ in texts["train"]], classes)
     check_length(model, settings.max_tokens, "max_tokens")
-    model = make_sparse(model, settings)
-    examples, held, tested = (encode(part, tokenizer, classes, settings.max_tokens) for part in (train, dev, test))
-    run.say(
-        f"{len(examples)} training texts of {len(classes)} classes, "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
-    )
+    model, data = make_sparse(model, settings), {}
+    for split, rows in texts.items():
+        ids = tokenizer([text for text, _ in rows], truncation=True, max_length=settings.max_tokens)["input_ids"]
+        numbers = [classes.index(label) for _, label in rows]
+        data[split] = [{"input_ids": i, "labels": n} for i, n in zip(ids, numbers, strict=True)]
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    PartialState().print(f"{len(data['train'])} training texts of {len(classes)} classes, {size:.2f} M parameters")
+
+    def measure(answers: Any) -> dict[str, Any]:
+        found = scores(torch.tensor(answers.predictions), torch.tensor(answers.label_ids), settings.output_alpha)
+        return {"score": found["accuracy"], "macro_f1": found["macro_f1"]}
+
     collator = DataCollatorWithPadding(tokenizer)
-    collate, length = lambda part: dict(collator(part)), lambda example: len(example["input_ids"])
-    batches = Batches.for_training(run, examples, collate, length)
-
-    def evaluate(current: Any) -> dict[str, float]:
-        measures = scores(predict(current, held, collator, run), len(classes), [False] * len(held))
-        return {"score": measures["accuracy"], "macro_f1": measures["macro_f1"]}
-
-    training = Training(run, model, tokenizer, batches, evaluate)
-    training.fit()
-    best = AutoModelForSequenceClassification.from_pretrained(run.folder / "model").to(run.accelerator.device).eval()
-    answers = predict(best, tested, collator, run)
-    rows = zip(test, answers, strict=True)
-    run.write("predictions.tsv", (f"{text}\t{label}\t{classes[answer[1]]}" for (text, label), answer in rows))
-    known = {text for text, _ in train}
+    trainer = RecipeTrainer(
+        settings,
+        model,
+        train_dataset=data["train"],
+        eval_dataset=data["dev"],
+        data_collator=collator,
+        processing_class=tokenizer,
+        compute_metrics=measure,
+    )
+    best = trainer.fit()
+    answers = trainer.predict(data["test"])
+    logits, labels = torch.tensor(answers.predictions), torch.tensor(answers.label_ids)
+    rows = zip(texts["test"], logits.argmax(-1).tolist(), strict=True)
+    write_lines(folder / "predictions.tsv", (f"{text}\t{label}\t{classes[guess]}" for (text, label), guess in rows))
+    known = {text for text, _ in texts["train"]}
+    seen = torch.tensor([text in known for text, _ in texts["test"]])
     measures: dict[str, Any] = {
-        **training.summary(),
-        "data": settings.train,
-        "mapping_options": settings.mapping_options,
-        "dev_accuracy": round(training.progress.best, 2),
-        **scores(answers, len(classes), [text in known for text, _ in test]),
-        **head_statistics(best, collated(tested[:512], collator, 64, run.accelerator.device), FIELDS),
+        **trainer.summary(),
+        **{"data": settings.train, "mapping_options": settings.mapping_options, "dev_accuracy": round(trainer.best, 2)},
+        **{"classes": len(classes), "test_texts": len(labels)},
+        **scores(logits, labels, settings.output_alpha),
+        **{"seen": percent(seen), "unseen_accuracy": percent((logits.argmax(-1) == labels)[~seen])},
+        **head_statistics(best, collated(data["test"][:512], collator, 64, best.device), FIELDS),
     }
-    data = Path(settings.train).name.split(".")[0]
     if settings.coverage:
-        part = evenly(tested, sum(MOST))
-        labels = torch.tensor([example["labels"] for example in part])
-        logits = logits_of(best, part, collator, run)
-        records = measure_labels(logits, labels, settings.output_alpha, settings.coverage, settings.seed)
-        report(run, records, data=settings.train, unit="label", train_steps=training.progress.best_step)
-    finish(run, fields, measures, task="text-classification", data=data, main_measures=["accuracy", "macro_f1"])
+        report_labels(settings, logits, labels, train_steps=measures["best_step"])
+    card = {"data": Path(settings.train).name.split(".")[0], "main_measures": ["accuracy", "macro_f1"]}
+    finish(settings, "classification", fields, measures, task="text-classification", **card)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
-from common.batches import collated
+from common.batches import collated, evenly
 from common.results import NOT_IN_COMMAND, Results, columns, origin
-from common.run import Run
+from common.settings import RunSettings
 from hf_entmax.generation import EntmaxLogitsProcessor, enumerate_hypotheses
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature
 
@@ -269,13 +270,21 @@ def measure_answers(
     return records
 
 
-def report(run: Run, records: list[dict[str, Any]], **same: Any) -> None:
+def report_labels(settings: Any, logits: Tensor, labels: Tensor, **same: Any) -> None:
+    """Measure sets of classes on the answers to the test set, from all over it, and report them."""
+    places = torch.tensor(evenly(range(len(labels)), sum(MOST)))
+    alpha, seed = settings.output_alpha, settings.seed
+    records = measure_labels(logits[places], labels[places], alpha, settings.coverage, seed)
+    report(settings, records, data=settings.train, unit="label", **same)
+
+
+def report(settings: RunSettings, records: list[dict[str, Any]], **same: Any) -> None:
     """Say the measures and append a row for each to the results."""
-    kind = {name: getattr(run.settings, name) for name in ("attention", "output_alpha", "seed")}
+    kind = {name: getattr(settings, name) for name in ("attention", "output_alpha", "seed")}
     for record in records:
-        run.say("  ".join(f"{name} {value}" for name, value in {**same, **record}.items()))
-    if run.main and run.settings.results and not run.settings.smoke:
-        book = Results(Path(run.settings.results), FIELDS)
+        PartialState().print("  ".join(f"{name} {value}" for name, value in {**same, **record}.items()))
+    if PartialState().is_main_process and settings.results and not settings.smoke:
+        book = Results(Path(settings.results), FIELDS)
         for record in records:
             row = {**kind, **same, **record, **origin(NOT_IN_COMMAND, packages=("accelerate",))}
             key = {name: row[name] for name in ("command", "unit", "method", "coverage_wanted")}
