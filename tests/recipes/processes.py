@@ -16,10 +16,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from common.run import Run
 from common.settings import parse
 from common.trainer import Pace
-from common.training import Training
 
 
 class Stopped(Exception):
@@ -35,24 +33,17 @@ def use_fsdp() -> None:
         self.fsdp_plugin = kwargs.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
 
     AcceleratorState.__init__ = started
-    fit = Training.fit
+    begin = Pace.on_step_begin
 
-    def checked(self):
-        kinds = {type(parameter).__name__ for parameter in self.model.parameters()}
+    def checked(self, args, state, control, model, **kwargs):
+        kinds = {type(parameter).__name__ for parameter in model.parameters()}
         assert kinds == {"DTensor"}, kinds
-        return fit(self)
+        begin(self, args, state, control)
 
-    Training.fit = checked
+    Pace.on_step_begin = checked
 
 
 def run(recipe: str, arguments: list[str], stop_at: int = 0) -> None:
-    log = Run.log
-
-    def log_and_leave(self, step, **values) -> None:
-        log(self, step, **values)
-        if step == stop_at and "loss" in values:
-            raise Stopped
-
     end = Pace.on_step_end
 
     def end_and_leave(self, args, state, control, **kwargs):
@@ -60,14 +51,14 @@ def run(recipe: str, arguments: list[str], stop_at: int = 0) -> None:
         if stop_at and state.global_step == stop_at + 1:  # the checkpoint of the step before is written
             raise Stopped
 
-    Run.log, Pace.on_step_end = log_and_leave, end_and_leave
+    Pace.on_step_end = end_and_leave
     module = importlib.import_module(recipe)
     try:
         module.main(parse(module.Settings, module.__doc__, arguments))
     except Stopped:
         pass
     finally:
-        Run.log, Pace.on_step_end = log, end
+        Pace.on_step_end = end
         AcceleratorState._reset_state(reset_partial_state=True)  # the group of processes stays
 
 

@@ -26,18 +26,16 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Tiny data for three recipes; options of each, without --out."""
+    """Tiny data for four recipes, in whole steps; options of each, without --out."""
     folder = tmp_path_factory.mktemp("data")
     lemmas = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal"]
     rows = [
         f"up\tsplit\t{lemma}\t{lemma}{end}\tV;{tag}" for lemma in lemmas for end, tag in (("a", "PST"), ("i", "PRS"))
     ]
-    splits = {"train": rows[:14], "dev": rows[:3], "test": rows[12:]}
+    splits = {"train": rows, "dev": rows[:3], "test": rows[12:]}
     words = [row.replace("split", split) for split, part in splits.items() for row in part]
     (folder / "words.tsv").write_text("lang\tsplit\tlemma\tform\ttags\n" + "\n".join(words) + "\n")
-    texts = [
-        f"{lemma} {'good' if place % 2 else 'bad'} {lemma}\t{place % 2}" for place, lemma in enumerate([*lemmas, "wet"])
-    ]
+    texts = [f"{lemma} {'good' if place % 2 else 'bad'} {lemma}\t{place % 2}" for place, lemma in enumerate(lemmas)]
     (folder / "texts.tsv").write_text("text\tlabel\n" + "\n".join(texts) + "\n")
     articles = [
         {"source": [f"We {verb} {lemma}.", "It works."], "target": [f"{lemma} works", f"{verb} {lemma}"]}
@@ -51,7 +49,10 @@ def data(tmp_path_factory):
     common = [*small.split(), "--output_alpha", "1.5"]
     options = {
         "inflection": ["--data", str(folder / "words.tsv"), "--batch_size", "4"],
-        "classification": [*three(folder / "texts.tsv"), "--batch_size", "4", "--gradient_accumulation", "2"],
+        "classification": [
+            *three(folder / "texts.tsv"),
+            *"--batch_size 4 --gradient_accumulation 2 --checkpoint_steps 1 --log_steps 1".split(),
+        ],
         "summarization": [
             *three(folder / "articles.jsonl"),
             "--batch_size",
@@ -88,11 +89,9 @@ def together(jobs, **environment):
 
 
 def log(folder):
-    if (folder / "trainer_state.json").exists():
-        lines = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        timed = ("_runtime", "_per_second")
-        return [{name: value for name, value in line.items() if not name.endswith(timed)} for line in lines[:-1]]
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    """Losses and measures, without how long they took."""
+    lines = json.loads((folder / "trainer_state.json").read_text())["log_history"][:-1]
+    return [{k: v for k, v in line.items() if not k.endswith(("_runtime", "_per_second"))} for line in lines]
 
 
 def agree(one, two):
