@@ -51,7 +51,7 @@ def data(tmp_path_factory):
         "inflection": ["--data", str(folder / "words.tsv"), "--batch_size", "4"],
         "classification": [
             *three(folder / "texts.tsv"),
-            *"--batch_size 4 --gradient_accumulation 2 --checkpoint_steps 1 --log_steps 1".split(),
+            *["--batch_size", "4", "--gradient_accumulation", "2", "--checkpoint_steps", "1", "--log_steps", "1"],
         ],
         "summarization": [
             *three(folder / "articles.jsonl"),
