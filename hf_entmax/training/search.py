@@ -15,10 +15,10 @@ from hf_entmax.batches.prepare import prepare_batch
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.labels import count_labels
 from hf_entmax.integration.observe import AttentionCall, observe_attention
-from hf_entmax.integration.patching import softmax_attention
+from hf_entmax.integration.patching import entmax_config, softmax_attention
 from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.density import soft_density
-from hf_entmax.training.distillation import Recorded, attention_pairs, record_attention
+from hf_entmax.training.distillation import Recorded, attention_pairs, logit_distillation, record_attention
 from hf_entmax.training.sensitivity import Loss, in_the_graph, measure_sensitivity
 
 #: How often a search along a line may measure the loss of the batches that judge.
@@ -129,15 +129,41 @@ class Task:
             rows.setdefault(sites[name].site, []).append((kept / total).float())
         return self.mean(losses, self.judging), {site: pad_sequence(own, True, math.nan) for site, own in rows.items()}
 
-    def loss_and_density(self, index: int) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch and its soft density, mean over heads, both in the graph of the values."""
+    def cost_and_density(self, index: int) -> tuple[Tensor, Tensor]:
+        """What a batch costs and its soft density, mean over heads, both in the graph of the values.
+
+        The cost is how far the predictions are from those with softmax, in nats. Alphas have little to learn from a text by
+        that, and much less noise: on SmolLM2 they hold on other text, where those that follow the loss of a few thousand
+        tokens do not. Where there are no such predictions it is the loss.
+        """
         batch, sites = self.batches[index], self.vector.places
+        known = self._softmax_predictions(batch)
         with in_the_graph(self.model), record_attention(self.model) as seen:
-            loss = self.loss(self.model, batch)
+            if known is None:
+                cost = self.loss(self.model, batch)
+            else:
+                cost = logit_distillation(self.model(**batch).logits, *known)
         pairs = attention_pairs(self.model, batch, seen)
         heads = {name: w.shape[1] for name, w in seen.weights.items() if seen.sites[name].name in sites}
         each = [soft_density(seen.weights[name], pairs[name]) * count for name, count in heads.items()]
-        return loss, torch.stack(each).sum() / sum(heads.values())
+        return cost, torch.stack(each).sum() / sum(heads.values())
+
+    @torch.no_grad()
+    def _softmax_predictions(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Logits with softmax attention, and labels that say which of them are of real tokens; None where none are a choice."""
+        config = entmax_config(self.model)
+        several = getattr(self.model.config, "problem_type", None) == "multi_label_classification"
+        if self.own_loss is not None or config.output_alpha or config.output_mapping or several:
+            return None
+        with softmax_attention(self.model):
+            logits = getattr(self.model(**batch), "logits", None)
+        if not isinstance(logits, Tensor) or logits.dim() not in (2, 3) or logits.shape[-1] < 2:
+            return None
+        info = prepare_batch(self.model, batch)
+        real = info.mask if info.decoder_ids is None else info.decoder_mask
+        if real is None or real.shape != logits.shape[:-1]:
+            real = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        return logits, torch.where(real, 0, -100)
 
 
 class Search:
@@ -242,7 +268,7 @@ class Search:
             share = min(_HIGHEST, 2 * low) if high == math.inf else (low + high) / 2 if low else high / 3
 
     def refine(self, price: float, steps: int, learning_rate: float) -> None:
-        """Gradient steps on loss + pressure * soft density; the pressure goes up while the loss is within the budget."""
+        """Gradient steps on cost + pressure * soft density; the pressure goes up while the loss is within the budget."""
         if not steps:
             return
 
@@ -287,7 +313,7 @@ def descend(
     learning_rate: float,
     judge: Callable[[Tensor, int], bool],
 ) -> Tensor:
-    """Adam on the values: loss + pressure * soft density, the pressure moved by what the batches that judge say.
+    """Adam on the values: cost + pressure * soft density, the pressure moved by what the batches that judge say.
 
     The loss of one batch is much noisier than a budget is large: nothing could be told from it.
 
@@ -309,8 +335,8 @@ def descend(
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
         vector.set_(values)
-        loss, density = task.loss_and_density(task.fitted[step % len(task.fitted)])
-        slope = vector.slope(loss + pressure * density)
+        cost, density = task.cost_and_density(task.fitted[step % len(task.fitted)])
+        slope = vector.slope(cost + pressure * density)
         if not bool(slope.isfinite().all()):
             break
         values.grad = slope

@@ -241,7 +241,7 @@ def test_one_alpha_for_all_softens_every_head_that_has_a_temperature(options):
     "options", [{}, {"tie": "model"}, {"length_scaling_heads": (1, 3)}, {"length_scaling": "none"}]
 )
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_slopes_are_those_of_loss_and_soft_density(options, backend):
+def test_slopes_are_those_of_cost_and_soft_density(options, backend):
     model = patch_model(_sharp("llama"), backend=backend, **{"length_scaling": "constant", **options}).eval()
     vector = AlphaVector(model)
     task = Task(model, _batches("llama"), None, vector)
@@ -250,8 +250,8 @@ def test_slopes_are_those_of_loss_and_soft_density(options, backend):
 
     def both(at):
         vector.set_(at)
-        loss, density = task.loss_and_density(0)
-        return loss + 3 * density
+        cost, density = task.cost_and_density(0)
+        return cost + 3 * density
 
     slope, step = vector.slope(both(values)), 0.01
     assert slope.shape == middle.shape and (slope != 0).all()
@@ -261,6 +261,25 @@ def test_slopes_are_those_of_loss_and_soft_density(options, backend):
         ends = [float(both(values + sign * step * direction)) for sign in (1, -1)]
         assert float(slope @ direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.05, abs=2e-5)
     assert backend == "torch" or attention_sites(model)[0].module.entmax_norm.backend == "auto"
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_the_cost_is_the_distance_to_the_predictions_with_softmax(family):
+    model = patch_model(_sharp(family), length_scaling="constant").eval()
+    vector, batches = AlphaVector(model), _batches(family)
+    if family == "llama":
+        batches[0]["attention_mask"][:, 6:] = 0
+    task = Task(model, batches, None, vector)
+    with torch.no_grad(), softmax_attention(model):
+        q = model(**batches[0]).logits.log_softmax(-1)
+    vector.set_(vector.even(0.4))
+    with torch.no_grad():
+        p = model(**batches[0]).logits.log_softmax(-1)
+    each = (q.exp() * (q - p)).sum(-1)
+    real = batches[0]["attention_mask"].bool() if family == "llama" else torch.ones_like(each, dtype=torch.bool)
+    assert float(task.cost_and_density(0)[0]) == pytest.approx(float(each[real].mean()), rel=1e-4)
+    own = Task(model, batches, lambda model, batch: model(**batch).loss * 2, vector)
+    assert float(own.cost_and_density(0)[0]) == pytest.approx(2 * float(model(**batches[0]).loss), rel=1e-5)
 
 
 def test_lines_go_through_the_alphas_and_end_at_their_ends():
