@@ -18,6 +18,7 @@ from hf_entmax.analysis.analyze import analyze
 from hf_entmax.analysis.reading.tables import find, languages_of, read_pairs, read_rows
 
 from .jobs import Job
+from .rows import FIGURES
 
 ATTENTION = ("softmax", "1.5", "learned")
 
@@ -102,7 +103,7 @@ STUDIES = {
 }
 
 
-def job_of(jobs: list[Job], group: str, wanted: dict[str, str]) -> Job:
+def job_of(jobs: Sequence[Job], group: str, wanted: dict[str, str]) -> Job:
     """The one job of a group with these options.
 
     Raises:
@@ -118,8 +119,8 @@ def job_of(jobs: list[Job], group: str, wanted: dict[str, str]) -> Job:
     return found[0]
 
 
-def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path | None = None) -> None:
-    """Analyse the models of a study; write its tables, and its figures if there is a folder for them.
+def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path = FIGURES) -> None:
+    """Analyse the models of a study; write its tables and its figures.
 
     Raises:
         FileNotFoundError: for a model that has not been trained, or data that are not there.
@@ -141,6 +142,6 @@ def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path
     (results / chosen.folder).mkdir(parents=True, exist_ok=True)
     for table in TABLES:
         shutil.copyfile(out / table, results / chosen.folder / table)
-    for figure, draw in chosen.figures.items() if figures else ():
+    for figure, draw in chosen.figures.items():
         draw(result.statistics).savefig(figures / f"{figure}.png", dpi=150)
     print(f"wrote {', '.join(TABLES)} to {results / chosen.folder}; report: {result.report}")

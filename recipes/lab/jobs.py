@@ -25,6 +25,8 @@ import yaml
 from .rows import ROOT, Rows, grouped
 
 JOBS = ROOT / "recipes" / "lab" / "jobs.yaml"
+#: Groups whose alphas are logged over training.
+LOGGED = ("translation_enja", "translation_enja_fast", "inflection_trajectory", "inflection_trajectory_fast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,3 +145,20 @@ def curves(jobs: list[Job], results: Path, folder: Path) -> int:
         writer.writeheader()
         writer.writerows(row for command in sorted(rows) for row in rows[command])
     return count
+
+
+def alphas(jobs: list[Job], results: Path, folder: Path) -> dict[str, int]:
+    """Write the alphas that the runs behind figure 2 have logged beside their rows: how many steps, by group.
+
+    All of the first thousand steps are kept, then every hundredth, and the last.
+    """
+    kept = {}
+    for job in jobs:
+        log = folder / job.name / "alphas.jsonl"
+        if not (job.group in LOGGED and job.done(results) and log.exists()):
+            continue
+        lines = {json.loads(line)["step"]: line + "\n" for line in log.read_text(encoding="utf-8").splitlines()}
+        steps = [step for step in sorted(lines) if step <= 1000 or step % 100 == 0 or step == max(lines)]
+        (results / f"{job.group}.jsonl").write_text("".join(lines[step] for step in steps), encoding="utf-8")
+        kept[job.group] = len(steps)
+    return kept

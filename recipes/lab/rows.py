@@ -20,11 +20,11 @@ import torch
 
 import hf_entmax
 from hf_entmax.bench.timing import device_name
-from recipes.lab.public_data import SETS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes" / "lab" / "results"
 CARDS = ROOT / "model_cards"
+FIGURES = CARDS / "figures"
 
 Row = dict[str, str]
 
@@ -42,7 +42,9 @@ class Rows:
         self.folder = folder
 
     def __call__(self, group: str, /, **wanted: object) -> list[Row]:
-        """The rows of a group with these values; none where it has not been run."""
+        """The rows of a group (``length``, or ``length?task=sort``) with these values; none where it has not been run."""
+        group, _, conditions = group.partition("?")
+        wanted |= dict(condition.split("=") for condition in conditions.split("&") if condition)
         path = self.folder / f"{group}.csv"
         if not path.exists():
             return []
@@ -170,21 +172,6 @@ def row_table(rows: Iterable[Row], columns: Mapping[str, str | tuple[Any, ...] |
     return table([title.strip() for title in columns], lines)
 
 
-def settings_table(rows: Sequence[Row], columns: Mapping[str, tuple[str | int | float, ...]]) -> str:
-    """A line for every output and attention alpha.
-
-    Args:
-        rows: of all seeds.
-        columns: by title, what `column` takes after the rows.
-    """
-    groups = grouped(rows, "attention", "output_alpha")
-    lines = [
-        [f"{key[1]} / {key[0]}", len(groups[key]), *(column(groups[key], *chosen) for chosen in columns.values())]  # type: ignore[arg-type]
-        for key in sorted(groups, key=order)
-    ]
-    return table(["output / attention alpha", "seeds", *(title.strip() for title in columns)], lines)
-
-
 def order(key: tuple[str, ...]) -> tuple[float, float, str]:
     """By output, then attention: softmax, fixed, learned."""
     attention, output = key[0], float(key[1])
@@ -195,26 +182,3 @@ def order(key: tuple[str, ...]) -> tuple[float, float, str]:
 def machines(rows: Sequence[Row], *names: str) -> str:
     """Hardware and versions behind some rows."""
     return "; ".join(sorted({"; ".join(row[name] for name in (*names, "hardware", "versions")) for row in rows}))
-
-
-def commands(rows: Sequence[Row]) -> str:
-    """How rows were made, seeds left open, and where."""
-    shown = sorted({re.sub(r"--seed \d+", "--seed SEED", row["command"]) for row in rows})
-    lines = "\n".join(f"    {command}" for command in shown)
-    return f"<details><summary>Commands</summary>\n\n{lines}\n\n</details>\n\n{machines(rows)}."
-
-
-def data(*sets: str) -> str:
-    """The fingerprints of public data sets; empty for what a recipe makes up itself."""
-    named = ", ".join(f"{name} {SETS[name].fingerprint}" for name in sets)
-    return f"Data ([recipes/data](../recipes/data/README.md)): {named}." if sets else ""
-
-
-def origin(rows: Sequence[Row], *sets: str) -> str:
-    """The commands, the hours, the hardware, and the fingerprints of public data sets."""
-    hours = sum(float(row.get("train_seconds") or 0) for row in rows) / 3600
-    trained = sum(row.get("train_seconds") != "" for row in rows)  # other rows test a model of one of these
-    runs = {0: "No run", 1: "One run"}.get(trained, f"{trained} runs")
-    called, _, where = commands(rows).rpartition("\n\n")
-    where = f"{where} {data(*sets)}".rstrip()
-    return f"{called}\n\n{runs}, {hours:.1f} hours of training beside other work on the same two cores. {where}\n"

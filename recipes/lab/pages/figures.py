@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from hf_entmax.analysis import plots
 from hf_entmax.ops import controllable, entmax
 
-from .. import mapping_views, views
-from ..rows import CARDS, RESULTS, Rows, by_setting, distinct, grouped, numbers, order, pick
-from . import head_alphas, length, long_context, pretrained, pretrained_heads
+from .. import views
+from ..rows import Row, Rows, by_setting, distinct, grouped, mean, numbers, order, pick
+from .judges import calibrated as set_for
+from .judges import label as setting_of
+from .judges import settings_of
+from .judges_heads import LOGGED, SMOLLM2, STUDIES, kinds, trajectory
+from .lengths import accuracies, alpha_of, lines
 from .tables import conversion_name
 
 REGIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -159,33 +167,197 @@ def synthetic(rows: Rows) -> Figure | None:
     return figure
 
 
+def beyond_training(rows: Rows) -> Figure | None:
+    """Max retrieval: accuracy against the number of items, mean over the seeds."""
+    found = rows("length", task="max_retrieval")
+    if not found:
+        return None
+    drawn = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = drawn.subplots()
+    for place, (name, own) in enumerate(lines(found).items()):
+        values = [accuracies(row) for row in own]
+        lengths = sorted(values[0])
+        means = [statistics.fmean(v[n] for v in values) for n in lengths]
+        line = {"color": f"C{place % 10}", "linestyle": ("-", "--", ":")[place // 10 % 3]}
+        axis.plot(lengths, means, marker=".", label=name, **line)
+    axis.axhline(10, color="grey", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel=f"items (trained at {found[0]['train_length']})", ylabel="accuracy, %")
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return drawn
+
+
+def long_context(rows: Rows) -> Figure | None:
+    """Tokens per second against the length of the cache; keys read in full and keys of weight against alpha."""
+    found, single = rows("long_context", softmax_cache="dynamic"), rows("long_context_operator", dtype="float32")
+    if not found:
+        return None
+    drawn = Figure(figsize=(10, 3.6), layout="constrained")
+    speed, shares = drawn.subplots(1, 2)
+    for (_, batch), own in grouped(found, "alpha", "batch").items():
+        lengths = numbers(own, "length")
+        label = f"alpha {alpha_of(own[0])}, batch {batch}"
+        (line,) = speed.plot(lengths, numbers(own, "tokens_per_second"), marker=".", label=label)
+        speed.plot(lengths, numbers(own, "softmax_tokens_per_second"), linestyle=":", color=line.get_color())
+    speed.set(xlabel="tokens in the cache (dotted: softmax)", ylabel="tokens per second", xscale="log", yscale="log")
+    speed.legend(fontsize="small")
+    by_length = grouped([row for row in single if row["alpha"] != "own"], "length")
+    fixed = sorted(max(by_length.values(), key=len, default=[]), key=lambda row: float(row["alpha"]))
+    for (bits,), own in grouped(fixed, "bits").items():
+        shares.plot(numbers(own, "alpha"), numbers(own, "read", 100), marker=".", label=f"read, {bits} bits")
+    if fixed:
+        own = pick(fixed, bits=fixed[0]["bits"])
+        shares.plot(numbers(own, "alpha"), numbers(own, "nonzero", 100), color="black", label="nonzero weight")
+        shares.set(xlabel="alpha", ylabel="keys, %", yscale="log", title=f"{fixed[0]['length']} keys")
+        shares.legend(fontsize="small")
+    return drawn
+
+
+def pretrained(rows: Rows) -> Figure | None:
+    """Quality against density: every evaluation on the way, and where each setting ended."""
+    known = (
+        ("convert_encoder", "all-MiniLM-L6-v2", "spearman", "similarity correlation"),
+        ("convert_smollm2", "SmolLM2-135M-Instruct", "perplexity", "perplexity"),
+    )
+    groups = [entry for entry in known if rows(entry[0])]
+    calibrated = grouped(sorted(rows("calibration"), key=lambda row: float(row["budget"])), "model", "temperature")
+    panels = len(groups) + bool(calibrated)
+    if not panels:
+        return None
+    drawn = Figure(figsize=(5.2 * panels, 5.4), layout="constrained")
+    axes = drawn.subplots(1, panels, squeeze=False)[0]
+    below: dict[str, Any] = {"fontsize": "small", "loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    if calibrated:
+        for own in calibrated.values():
+            points = numbers(own, "heldout_percent"), [100 - value for value in numbers(own, "density", 100)]
+            axes[-1].plot(*points, "o-", label=f"{own[0]['model']}: {set_for(own[0])}")
+        axes[-1].plot(1, 50, "*", color="grey", markersize=10, label="our aim")
+        axes[-1].set(xlabel="loss on other text, %", ylabel="weights exactly zero, %", title="No weight trained")
+        axes[-1].legend(**below)
+    for axis, (group, name, measure, what) in zip(axes, groups, strict=False):
+        curves = grouped(rows(f"{group}_curve"), "command")
+        for place, own in enumerate(settings_of(rows, group)):
+            colour = f"C{place % 10}"
+            for row in own:
+                points = [point for point in curves.get((row["command"],), []) if point["stage"] == "training"]
+                axis.plot(numbers(points, "density", 100), numbers(points, measure), color=colour, alpha=0.3, lw=1)
+            ends = numbers(own, "density", 100), numbers(own, measure)
+            axis.plot(*ends, "o", color=colour, label=setting_of(own[0]))
+        if group == "convert_encoder":
+            axis.axhline(0.995, color="grey", linestyle=":", label="our aim")
+        else:
+            before = mean(rows(group), f"{measure}_before")
+            axis.axhline(before, color="grey", linestyle=":", label="as it came (test)")
+        axis.invert_xaxis()
+        axis.set(xlabel="nonzero attention weights, %", ylabel=what, title=f"{name}, lines: dev, dots: test")
+        axis.legend(**below)
+        if group == "convert_smollm2":  # from all weights to a fiftieth of them
+            axis.set_xscale("log")
+            axis.set_xticks((100, 50, 20, 10, 5, 2), ("100", "50", "20", "10", "5", "2"))
+            axis.minorticks_off()
+    return drawn
+
+
+def smollm2_heads(rows: Rows) -> Figure | None:
+    """Every head before and after: its largest weight, its weight on the previous and on the first token."""
+    if not rows(f"{SMOLLM2}/sites"):
+        return None
+    before, after = (
+        pick(rows(f"{SMOLLM2}/heads"), model=model) for model in distinct(rows(f"{SMOLLM2}/heads"), "model")[:2]
+    )
+    drawn = Figure(figsize=(11, 3.9), layout="constrained")
+    shown = {"max_weight": "largest weight", "confidence_previous": "on the previous token"}
+    shown["first_mass"] = "on the first token"
+    *axes, last = drawn.subplots(1, len(shown) + 1)
+    layers = [int(row["layer"]) for row in before]
+    for axis, (name, title) in zip(axes, shown.items(), strict=True):
+        axis.plot((0, 1), (0, 1), color="grey", lw=0.8, ls=":")
+        dots = axis.scatter(numbers(before, name), numbers(after, name), c=layers, cmap="viridis", s=14, alpha=0.85)
+        axis.set(title=title, xlabel="softmax, as it came", ylabel="made sparse", aspect="equal")
+    drawn.colorbar(dots, ax=axes, label="layer", shrink=0.8, pad=0.01)
+    densities = [
+        [100 * float(row["density"]) for row in after if int(row["layer"]) == layer] for layer in sorted(set(layers))
+    ]
+    last.plot([statistics.mean(own) for own in densities], color="C3", label="mean of the layer")
+    last.plot(layers, numbers(after, "density", 100), ".", color="C0", alpha=0.6, label="head")
+    last.set(title="nonzero weights, %", xlabel="layer", ylim=(0, None))
+    last.legend(fontsize="small")
+    drawn.suptitle(f"The {len(before)} heads of SmolLM2-135M before and after, 1,000 sentences of English-PUD")
+    return drawn
+
+
+def attention_map(rows: Rows) -> Figure | None:
+    """Figure 5 of Peters et al.: cross-attention of all heads of the last layer; nonzero weights are outlined."""
+    found = views.read(rows.folder / views.FILE)
+    named = [(f"Head {head}", found, weights) for head, weights in enumerate(found.get("weights", []))]
+    return _maps(named, columns=2)
+
+
+def attention_lambda(rows: Rows) -> Figure | None:
+    """Figures 8 and 9 of Laha et al.: the maps of the two models side by side."""
+    found = views.read(rows.folder / views.LAMBDA_FILE)
+    return _maps([(title, found[title], found[title]["weights"]) for title in views.LAMBDAS if found])
+
+
+def _maps(named: list[tuple[str, dict[str, Any], Any]], **options: Any) -> Figure | None:
+    maps = [(title, torch.tensor(weights), own["queries"], own["keys"]) for title, own, weights in named]
+    return plots.attention_maps(maps, **options) if maps else None
+
+
+def heads(draw: Callable[..., Figure], name: str, wanted: Sequence[str], rows: Rows, **options: Any) -> Figure | None:
+    """Figures 3 to 5 of Correia et al.: a column of the heads by study and attention, several seeds together."""
+    named = {}
+    for study in STUDIES:
+        for kind, models in kinds(rows, study).items():
+            if kind in wanted:
+                called = study + (f", {len(models)} seeds" if len(models) > 1 else "")
+                title = called if len(wanted) == 1 else f"{called}\n{'alpha 1.5' if kind == '1.5' else kind + ' alpha'}"
+                named[title] = _tensors([head for model in models for head in model], name)
+    return draw(named, **options) if named else None
+
+
+def _tensors(found: Sequence[Row], name: str) -> dict[str, Tensor]:
+    """By site, ``[layers, heads]``; the heads of several seeds beside one another."""
+    return {
+        site: torch.tensor([numbers(layer, name) for layer in grouped(own, "layer").values()], dtype=torch.float64)
+        for (site,), own in grouped(found, "site").items()
+    }
+
+
+def alpha_training(study: str, faster: bool, rows: Rows) -> Figure | None:
+    """Figure 2 of Correia et al.: every alpha over training."""
+    log = trajectory(rows, LOGGED[study][faster])
+    return None if log is None else plots.alpha_trajectories(log)
+
+
 #: Figures and their resolution, by file name.
 DRAWN: dict[str, tuple[Callable[[Rows], Figure | None], int]] = {
     "inflection_alpha": (alpha_grid, 150),
     "inflection_time": (training_time, 150),
-    "attention_map": (views.draw, 100),
-    "attention_lambda": (mapping_views.draw, 100),
-    "heads_alpha": (head_alphas.draw_alphas, 110),
-    "heads_alpha_training_translation": (lambda rows: head_alphas.draw_training(rows, "translation"), 110),
-    "heads_alpha_training_translation_fast": (lambda rows: head_alphas.draw_training(rows, "translation", True), 110),
-    "heads_alpha_training": (lambda rows: head_alphas.draw_training(rows, "inflection"), 110),
-    "heads_alpha_training_fast": (lambda rows: head_alphas.draw_training(rows, "inflection", True), 110),
-    "heads_density": (head_alphas.draw_densities, 110),
-    "heads_density_sorted": (head_alphas.draw_sorted, 110),
+    "attention_map": (attention_map, 100),
+    "attention_lambda": (attention_lambda, 100),
+    "heads_alpha": (partial(heads, plots.alpha_histograms, "alpha", ["learned"], bins=10), 110),
+    "heads_alpha_training_translation": (partial(alpha_training, "translation", False), 110),
+    "heads_alpha_training_translation_fast": (partial(alpha_training, "translation", True), 110),
+    "heads_alpha_training": (partial(alpha_training, "inflection", False), 110),
+    "heads_alpha_training_fast": (partial(alpha_training, "inflection", True), 110),
+    "heads_density": (partial(heads, plots.density_histograms, "density", ["1.5", "learned"]), 110),
+    "heads_density_sorted": (partial(heads, plots.sorted_density, "density", ["1.5", "learned"]), 110),
     "conversion": (conversion, 150),
-    "length": (length.figure, 150),
-    "pretrained": (pretrained.figure, 120),
-    "smollm2_heads": (pretrained_heads.figure, 120),
+    "length": (beyond_training, 150),
+    "pretrained": (pretrained, 120),
+    "smollm2_heads": (smollm2_heads, 120),
     "entmax_curves": (curves, 110),
     "controllable_regions": (regions, 90),
-    "long_context": (long_context.figure, 110),
+    "long_context": (long_context, 110),
     "multilabel_synthetic": (synthetic, 90),
 }
 
 
-def draw_all(results: Path = RESULTS, folder: Path = CARDS / "figures") -> None:
+def draw_all(rows: Rows, folder: Path) -> None:
+    """Draw all figures that there are rows for."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (draw, dpi) in DRAWN.items():
-        if (figure := draw(Rows(results))) is not None:
+        if (figure := draw(rows)) is not None:
             figure.savefig(folder / f"{name}.png", dpi=dpi)
             print(f"wrote {folder / name}.png")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 
 from hf_entmax.ops import controllable
 
-from ..rows import Row, distinct, grouped, mean, numbers, pick, spread, table
-from .judging import judge_settings
+from ..rows import Rows, grouped, mean, numbers, spread, table
+from .judges import judge_settings
 
 #: Laha et al. 2018, table 3: micro-F1.
 PAPER = {
@@ -32,7 +31,7 @@ CLAIMS = (
 AXES = ("mean_labels", "label_range", "length")
 
 
-def options() -> str:
+def options(rows: Rows) -> str:
     """Which mappings serve as attention, with their options."""
     lines = []
     for spec in controllable.ATTENTION_MAPPINGS.values():
@@ -43,12 +42,17 @@ def options() -> str:
     return table(("`mapping`", "formula", "option", "allowed", "default", "learned within"), lines)
 
 
-def mulan(rows: list[Row]) -> str:
+def refused(rows: Rows) -> str:
+    """Which mappings do not serve as attention, and why."""
+    return "".join(f"- `{name}`: {reason}.\n" for name, reason in controllable.REFUSED_AS_ATTENTION.items())
+
+
+def mulan(rows: Rows) -> str:
     """Micro-F1 on the Mulan data sets beside the paper's, with the protocol of each line."""
     head = ["data", "regularisation", "training", "test rows", "method", "micro-F1", "paper", "difference", "macro-F1"]
     lines = []
     for dataset, papers in PAPER.items():
-        groups = grouped(pick(rows, dataset=dataset), "setting", "empty_rows", "test_rows", "method")
+        groups = grouped(rows("multilabel/mulan", dataset=dataset), "setting", "empty_rows", "test_rows", "method")
         for key in sorted(groups, key=lambda key: (key[0] != "l2 tuned", *key[1:3])):
             (setting, empty, subset, method), runs = key, groups[key]
             paper = papers.get(method.removesuffix(" support").removesuffix(" threshold"))
@@ -61,13 +65,15 @@ def mulan(rows: list[Row]) -> str:
     return table([*head, "JSD", "nonzeros", "seeds"], lines)
 
 
-def claims(rows: list[Row]) -> str:
+def claims(rows: Rows) -> str:
     """For each claim about an order, at how many settings of each axis the means over seeds show it."""
     lines = []
     for claim, metric, first, second, margin in CLAIMS:
         gaps: dict[str, list[float]] = {}
         for axis in AXES:
-            ones, others = (grouped(pick(rows, dataset=axis, method=m), "setting") for m in (first, second))
+            ones, others = (
+                grouped(rows("multilabel/synthetic", dataset=axis, method=m), "setting") for m in (first, second)
+            )
             both = [(mean(ones[s], metric), mean(others[s], metric)) for s in ones if s in others]
             gaps[axis] = [two - one if metric == "jsd" else one - two for one, two in both]
         if every := [gap for own in gaps.values() for gap in own]:
@@ -76,9 +82,9 @@ def claims(rows: list[Row]) -> str:
     return table(["claim", "mean labels", "label range", "length", ""], lines)
 
 
-def losses(rows: list[Row]) -> str:
+def losses(rows: Rows) -> str:
     """The losses of the text study with softmax attention."""
-    groups = grouped(pick(rows, setting='{"alpha": 1.0}'), "method")
+    groups = grouped(rows("multilabel/text", setting='{"alpha": 1.0}'), "method")
     lines = []
     for (method,), runs in groups.items():
         others = [f"{mean(runs, name):.3f}" for name in ("macro_f1", "jsd", "support")]
@@ -87,18 +93,14 @@ def losses(rows: list[Row]) -> str:
     return table(head, lines) if lines else ""
 
 
-def attentions(rows: list[Row]) -> str:
+def attentions(rows: Rows) -> str:
     """Attention of the text study that is no softmax: how many characters it spreads over."""
     lines = []
-    for (setting,), runs in grouped((row for row in rows if row["setting"] != '{"alpha": 1.0}'), "setting").items():
+    for (setting,), runs in grouped(rows("multilabel/text"), "setting").items():
+        if setting == '{"alpha": 1.0}':
+            continue
         fields = json.loads(setting)
         name = ", ".join([fields["mapping"], *(f"{key} = {value}" for key, value in fields["mapping_options"].items())])
         sizes = [json.loads(run["chosen"])["attention_support"] for run in runs]
         lines.append([name, f"{sum(sizes) / len(sizes):.2f}", spread(numbers(runs, "micro_f1"), 3), len(runs)])
     return table(["attention", "nonzero weights per query", "micro-F1", "seeds"], lines) if lines else ""
-
-
-def provenance(rows: Iterable[Row]) -> str:
-    """Commands, hardware and versions behind some rows."""
-    commands = "".join(f"    {command}\n" for command in distinct(rows, "command"))
-    return f"{commands}\n({'; '.join([*distinct(rows, 'hardware'), *distinct(rows, 'versions')])})\n"

@@ -26,18 +26,18 @@ def faults(row: Row) -> dict[str, str]:
     return {name: row[name] for name in CHECKS if row[name] != "ok" and not row[name].startswith("n/a")}
 
 
-def model_types() -> str:
+def listed(rows: Rows) -> str:
     """Counts, and every model type by what it reads and what became of it."""
-    rows = Rows(CARDS)("model_types")
-    waiting = [row for row in rows if row["verdict"] == "not checked"]
-    rows = [row for row in rows if row not in waiting]
-    by = {verdict: [r for r in rows if r["verdict"] == verdict] for verdict in distinct(rows, "verdict")}
+    found = Rows(CARDS)("model_types")
+    waiting = [row for row in found if row["verdict"] == "not checked"]
+    found = [row for row in found if row not in waiting]
+    by = {verdict: [r for r in found if r["verdict"] == verdict] for verdict in distinct(found, "verdict")}
     accepted, refused, missing = (by.get(verdict, []) for verdict in ("accepted", "refused", "not built"))
     right = [row for row in accepted if not faults(row)]
-    built = len(rows) - len(missing)
-    versions = " and ".join(distinct(rows, "transformers"))
+    built = len(found) - len(missing)
+    versions = " and ".join(distinct(found, "transformers"))
     text = (
-        f"Of the {len(rows)} model types of Transformers {versions}, {built} were built tiny from their configuration: "
+        f"Of the {len(found)} model types of Transformers {versions}, {built} were built tiny from their configuration: "
         f"{len(accepted)} can be patched, {len(refused)} are refused and {len(by.get('no attention', []))} have no "
         f"attention. {len(right)} of those that can be patched pass every check that applies to them"
     )
@@ -61,8 +61,8 @@ def model_types() -> str:
     for reason in NOT_BUILT:
         if rows_of := [row for row in missing if row["reason"].partition(":")[0] == reason]:
             lines.append((f"not run: {reason}", _named(rows_of)))
-    listed = table(("reads", "model types"), lines)
-    return f"\n{text}\n\n<details><summary>All of them by name</summary>\n\n{listed}\n\n</details>\n"
+    names = table(("reads", "model types"), lines)
+    return f"{text}\n\n<details><summary>All of them by name</summary>\n\n{names}\n</details>\n"
 
 
 def _named(rows: list[Row]) -> str:

@@ -1,61 +1,42 @@
-"""The pages of results. Their text stands in the Markdown templates beside this file, their numbers come from the rows."""
+"""The one renderer: pages are Markdown, and what stands in them between two marks is made from the rows.
+
+    <!-- tables.morphology inflection_epochs -->
+    ...
+    <!-- end -->
+
+The first mark names a function of a module of this package and the words that it is given after the rows. In running text the
+marks stand on one line: ``after <!-- tables.value inflection_beams steps -->24<!-- end --> steps``. Everything else is left as it is.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
-import jinja2
+from ..rows import CARDS, RESULTS, ROOT, Rows
 
-from .. import mapping_views, views
-from ..rows import CARDS, RESULTS, ROOT, Rows, column, commands, data, machines, origin
-from . import (
-    benchmarks,
-    claims,
-    head_alphas,
-    length,
-    long_context,
-    mappings,
-    pretrained,
-    pretrained_heads,
-    tables,
-)
-
-#: Templates, by the page that is made of them.
-PAGES = {"RESULTS.md": "results.md.j2", "controllable_mappings.md": "mappings.md.j2"}
-OPTIONS = {"trim_blocks": True, "lstrip_blocks": True}
-#: What templates may call, by its name.
-CALLED = (claims, head_alphas, length, long_context, mappings, pretrained, pretrained_heads, tables)
-CALLED += (views, mapping_views)
-CALLED += (column, commands, data, machines, origin)
+PAGES = (
+    CARDS / "RESULTS.md", CARDS / "controllable_mappings.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "speed.md",
+    ROOT / "docs" / "guides" / "long_texts.md", RESULTS / "bench" / "README.md",
+)  # fmt: skip
+_MARKED = re.compile(r"(<!-- (\w+)\.(\w+)((?: [^\n>]*?)?) -->)(\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-def render(template: str, results: Path = RESULTS, figures: Path = CARDS / "figures") -> str:
-    """A page.
+def filled(text: str, rows: Rows) -> str:
+    """A page with what its marks name, made from the rows."""
 
-    Args:
-        template: its file beside this one.
-        results: folder of the rows.
-        figures: folder of the figures; a page shows those that are there.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, **OPTIONS
-    )
+    def made(match: re.Match[str]) -> str:
+        mark, module, function, words, block, _, end = match.groups()
+        value = str(getattr(importlib.import_module(f"{__package__}.{module}"), function)(rows, *shlex.split(words)))
+        return f"{mark}\n\n{value.strip()}\n\n{end}" if block else f"{mark}{value}{end}"
 
-    def shown(name: str, text: str) -> str:
-        return f"![{text}](figures/{name}.png)\n\n" if (figures / f"{name}.png").exists() else ""
-
-    named = {each.__name__.rpartition(".")[2]: each for each in CALLED}
-    page = environment.get_template(template).render(rows=Rows(results), shown=shown, **named)
-    return re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n"
+    return _MARKED.sub(made, text)
 
 
-def write_all(results: Path = RESULTS, cards: Path = CARDS) -> None:
-    """Write the pages, and the tables within the pages of the benchmarks where the folder is this repository's."""
-    cards.mkdir(parents=True, exist_ok=True)
-    for name, template in PAGES.items():
-        (cards / name).write_text(render(template, results, cards / "figures"), encoding="utf-8")
-        print(f"wrote {cards / name}")
-    for page in benchmarks.PAGES if cards == CARDS else ():
-        page.write_text(benchmarks.filled(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"wrote {page.relative_to(ROOT)}")
+def write_all(rows: Rows, pages: tuple[Path, ...] = PAGES) -> None:
+    """Fill all pages, in place."""
+    for page in pages:
+        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        print(f"wrote {page}")

@@ -1,6 +1,7 @@
 """The queue of experiments: what it runs, once, and what it says of failures."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import shutil
@@ -10,9 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.settings import parse
 from recipes.lab import __main__ as program
-from recipes.lab import jobs
+from recipes.lab import heads, jobs, views
 from recipes.lab.jobs import read_jobs
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -109,19 +109,6 @@ def test_dev_scores_are_kept_when_the_runs_are_gone(queue, tmp_path):
     assert found == [("a", "1", "0.5"), ("a", "2", "0.7"), ("b", "1", "0.1")]
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"group": "a", "recipe": "b", "seeds": [1]}, r"entry 0: unknown keys \['seeds'\]; known: group, recipe"),
-        ({"group": "a"}, r"entry 0: \['recipe'\] must be given"),
-    ],
-)
-def test_lists_with_other_keys(tmp_path, entry, message):
-    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump([entry]), encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read_jobs(tmp_path / "jobs.yaml")
-
-
 class TestTheCommittedList:
     @pytest.mark.parametrize(("listed", "least"), [(COMMITTED, 60), (WITH_A_GPU, 10)])
     def test_no_two_jobs_share_a_command_or_a_folder(self, listed, least):
@@ -130,10 +117,16 @@ class TestTheCommittedList:
 
     def test_every_job_is_one_that_its_recipe_accepts(self):
         for job in COMMITTED + WITH_A_GPU:
-            recipe = importlib.import_module(job.recipe)
-            options = [str(RECIPES.parent / word) if word.endswith(".yaml") else word for word in job.options]
-            settings = parse(recipe.Settings, recipe.__doc__, [*options, "--out", "x"])
-            assert settings.seed in (0, 1, 2)
+            known = {field.name for field in dataclasses.fields(importlib.import_module(job.recipe).Settings)}
+            assert {word[2:] for word in job.options if word.startswith("--")} <= known | {"config"}
+            assert all((RECIPES.parent / word).exists() for word in job.options if word.endswith(".yaml"))
+
+    def test_models_of_views_and_studies_are_those_of_one_job(self):
+        wanted = [(study.group, options) for study in heads.STUDIES.values() for options in study.models.values()]
+        for group, options in [*wanted, views.WORD, *((views.LAMBDA_GROUP, own) for own in views.LAMBDAS.values())]:
+            assert heads.job_of(COMMITTED, group, options).done(RECIPES / "lab" / "results")
+        with pytest.raises(ValueError, match="0 jobs of the group inflection"):
+            heads.job_of(COMMITTED, "inflection", {"seed": "7"})
 
     def test_models_that_a_job_starts_from_are_made_by_another(self):
         folders = {f"runs/{job.name}/model" for job in COMMITTED}
