@@ -22,7 +22,8 @@ import hf_entmax
 from hf_entmax.bench.timing import device_name
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "recipes" / "lab" / "results"
+RECIPES = ROOT / "recipes"
+RESULTS = RECIPES / "lab" / "results"
 CARDS = ROOT / "model_cards"
 FIGURES = CARDS / "figures"
 
