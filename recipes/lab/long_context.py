@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import hashlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import hf_entmax
 from hf_entmax.analysis.reading.tables import read_text
+from hf_entmax.bench.timing import interleaved_times, ratios
 from hf_entmax.generation import ExactSparseCache
 from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
 
@@ -94,18 +93,10 @@ def check_length(model: Any, length: int) -> None:
         raise SystemExit(f"The model knows {most} positions, {length} are needed.")
 
 
-def filled(settings: Any, model: Any, ids: Tensor, cache: Any, name: str) -> Any:
-    """The cache after a prompt; kept in a folder between calls, since reading a long prompt takes a minute."""
-    question = str(Path(settings.model).resolve()), settings.bits, ids.tolist()
-    digest = hashlib.sha256(repr(question).encode()).hexdigest()[:12]
-    kept = settings.keep and settings.keep / f"{Path(settings.model).name}-{name}-{settings.dtype}-{digest}.pt"
-    if kept and kept.exists():
-        return torch.load(kept, weights_only=False)
+def filled(model: Any, ids: Tensor, cache: Any) -> Any:
+    """The cache after a prompt."""
     for chunk in ids.split(_CHUNK, 1):
         model(chunk, past_key_values=cache, logits_to_keep=1)
-    if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(cache, kept)
     return cache
 
 
@@ -137,29 +128,17 @@ class Greedy:
         self.token = self.model(self.token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
 
 
-def in_turn(calls: dict[str, Callable[[], Any]], rounds: int, warm: int) -> dict[str, list[float]]:
-    """Seconds of each call, one after the other, round by round; those of the first rounds do not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warm + rounds):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if turn >= warm:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
 def bandwidth() -> float:
     """GiB per second that all threads together read from memory: the median of sums over 512 MiB."""
     data = torch.ones(2**27)
-    return data.nbytes / 2**30 / statistics.median(in_turn({"sum": data.sum}, 7, 0)["sum"])
+    milliseconds = interleaved_times({"sum": data.sum}, 7, warm=0)["sum"]
+    return 1000 * data.nbytes / 2**30 / statistics.median(milliseconds)
 
 
-def compared(seconds: list[float], with_seconds: list[float], name: str) -> dict[str, str]:
+def compared(times: list[float], base: list[float], name: str) -> dict[str, str]:
     """How many times as long something took: the ratio of the medians, and the quartiles of the ratios step by step."""
-    ratio = statistics.median(seconds) / statistics.median(with_seconds)
-    ratios = [own / other for own, other in zip(seconds, with_seconds, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    _, low, high, _ = ratios(times, base, 0.25)
+    ratio = statistics.median(times) / statistics.median(base)
     return {name: f"{ratio:.3f}", f"{name}_25": f"{low:.3f}", f"{name}_75": f"{high:.3f}"}
 
 
@@ -167,8 +146,8 @@ def generate(settings: Any, results: RowFile) -> None:
     """Tokens per second of the whole model, by length and batch."""
     plain, sparse, tokenizer = load(settings)
     ids = prompt(settings, plain, tokenizer, max(settings.lengths))
-    own = filled(settings, plain, ids, DynamicCache(config=plain.config), "softmax")
-    exact = filled(settings, sparse, ids, ExactSparseCache(sparse, settings.bits), f"entmax-{settings.alpha}")
+    own = filled(plain, ids, DynamicCache(config=plain.config))
+    exact = filled(sparse, ids, ExactSparseCache(sparse, settings.bits))
     machine = {"weights_mib": f"{weight_bytes(plain) / 2**20:.0f}", "bandwidth_gib_s": f"{bandwidth():.1f}"}
     for length in settings.lengths:
         check_tokens(sparse, exact, int(ids[0, length - 1]), length - 1)
@@ -180,11 +159,11 @@ def generate(settings: Any, results: RowFile) -> None:
                 caches = copied(caches[0], static), caches[1]
             named = zip(("softmax", "entmax"), (plain, sparse), caches, strict=True)
             steps = {name: Greedy(model, cache, int(ids[0, length - 1]), batch).step for name, model, cache in named}
-            seconds = in_turn(steps, settings.steps, 2)  # the first make the sketch and choose kernels
-            softmax, entmax = (f"{batch / statistics.median(taken):.2f}" for taken in seconds.values())
+            times = interleaved_times(steps, settings.steps, warm=2)  # the first make the sketch and choose kernels
+            softmax, entmax = (f"{1000 * batch / statistics.median(own):.2f}" for own in times.values())
             results.add(
                 length=length, batch=batch, steps=settings.steps, softmax_cache=settings.softmax_cache,
-                tokens_per_second=entmax, softmax_tokens_per_second=softmax, **compared(*seconds.values(), "ratio"),
+                tokens_per_second=entmax, softmax_tokens_per_second=softmax, **compared(times["softmax"], times["entmax"], "ratio"),
                 **reading(caches[1].certificate(), head_bytes(sparse)), **machine, **settings.origin,
             )  # fmt: skip
             show(results, "generate")
@@ -300,7 +279,7 @@ def operator(settings: Any, results: RowFile) -> None:
     plain, sparse, tokenizer = load(settings)
     model = sparse if settings.alpha == "own" else plain
     ids = prompt(settings, model, tokenizer, min(settings.prompt, min(settings.lengths)))
-    cache = filled(settings, model, ids[:, :-1], DynamicCache(config=model.config), f"keys-{settings.alpha}")
+    cache = filled(model, ids[:, :-1], DynamicCache(config=model.config))
     with recorded(model) as seen:
         model(ids[:, -1:], past_key_values=cache)
     layers = settings.layers or sorted(seen)
@@ -312,7 +291,7 @@ def operator(settings: Any, results: RowFile) -> None:
             alphas = [own[layer] if alpha == "own" else float(alpha) for layer in layers]
             for bits in settings.all_bits:
                 calls = zip(layers, given, alphas, strict=True)
-                cases = [Case(seen[layer][0], *tensors, alpha, bits) for layer, tensors, alpha in calls]
+                cases = [Call(seen[layer][0], *tensors, alpha, bits) for layer, tensors, alpha in calls]
                 row = {"length": length, "bits": bits, **timed(cases, settings.steps), **machine}
                 results.add(**row, **{**settings.origin, "alpha": alpha})
                 show(results, "operator")
@@ -323,8 +302,8 @@ def repeated(tensor: Tensor, length: int) -> Tensor:
     return tensor.repeat(1, 1, -(-length // tensor.shape[2]), 1)[:, :, :length].contiguous()
 
 
-class Case:
-    """One call of three kinds, compared with each other; bytes are those that the exact one and SDPA read."""
+class Call:
+    """One call of four kinds, compared with each other; bytes are those that the exact one and SDPA read."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, alpha: Any, bits: int) -> None:
         sketch = sketch_keys(key, bits)
@@ -346,15 +325,15 @@ class Case:
         self.bytes_read = sketch.nbytes + (self.read + self.nonzero) * row_bytes
 
 
-def timed(cases: list[Case], repeats: int) -> dict[str, Any]:
+def timed(cases: list[Call], repeats: int) -> dict[str, Any]:
     """Times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
     layers = {name: lambda name=name: [case.calls[name]() for case in cases] for name in cases[0].calls}
-    taken = in_turn(layers, repeats, 1)
+    taken = interleaved_times(layers, repeats)
 
     def total(name: str) -> int:
         return sum(getattr(case, name) for case in cases)
 
-    figures = {name: 1000 * statistics.median(own) / len(cases) for name, own in taken.items()}
+    figures = {name: statistics.median(own) / len(cases) for name, own in taken.items()}
     figures |= {name: total(name) / total("total") for name in ("read", "nonzero")}
     figures["extra_memory"] = total("sketch_bytes") / total("cache_bytes")
     for name, bytes_ in (("key_value_mib", "bytes_read"), ("softmax_key_value_mib", "cache_bytes")):
@@ -382,13 +361,12 @@ def main() -> None:
     parser.add_argument("--alphas", nargs="+", default=["1.25", "1.5", "2"], help="a number or 'own' (operator)")
     parser.add_argument("--all_bits", type=int, nargs="+", default=[4], help="of the sketches (operator)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--keep", type=Path, help="folder for filled caches, used again where they are there")
     parser.add_argument("--results", type=Path, help="CSV file that grows by the rows")
     settings = parser.parse_args()
     powers = range(12, 17) if settings.what == "operator" else range(10, 14)
     settings.lengths = settings.lengths or [2**power for power in powers]
     settings.origin = {"model": "/".join(Path(settings.model).parts[-2:]), "alpha": settings.alpha}
-    settings.origin |= {"dtype": settings.dtype, **made_by("long_context", "--keep", "--results")}
+    settings.origin |= {"dtype": settings.dtype, **made_by("long_context", "--results")}
     settings.dtype = getattr(torch, settings.dtype)
     what = {"generate": generate, "operator": operator, "verify": verify}[settings.what]
     path = settings.results or RESULTS / f"{FILES[settings.what]}.csv"

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..rows import ROOT
 from .rows import Rows
-from .setting import ROOT, Setting
+from .setting import Setting
 
 #: Of compute capability 9.0: bytes of shared memory a block of threads may have, bytes of stack that are a few registers.
 SHARED, STACK = 227 * 1024, 1024

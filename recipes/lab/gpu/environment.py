@@ -1,4 +1,4 @@
-"""What there is: versions, the device, its tools, and what a copy and a matrix product reach on it."""
+"""What is there? Versions, the device, its tools, and what a copy and a matrix product reach on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hf_entmax.bench.timing import package_version
 
 from .rows import Rows
-from .setting import Setting, figures, too_old
+from .setting import Setting, figures
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "accelerate", "numpy", "pytest", "pytest-xdist", "adasplash"
@@ -21,16 +21,11 @@ TOOLS = ("compute-sanitizer", "ncu", "nvidia-smi", "cuobjdump", "nvdisasm")
 
 
 def run(rows: Rows, setting: Setting) -> None:
-    rows.run("versions", versions)
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    rows.run("versions", lambda: found | {name: package_version(name) or "missing" for name in PACKAGES})
     rows.run("tools", lambda: {name: shutil.which(name) or "missing" for name in TOOLS})
-    rows.run("transformers", lambda: {"serves": too_old("transformers", (5, 18)) or "yes"})
     rows.run("device", lambda: device(setting))
     rows.run("ceilings", lambda: ceilings(setting))
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    return found | {package: package_version(package) or "missing" for package in PACKAGES}
 
 
 def device(setting: Setting) -> dict[str, Any]:
@@ -52,8 +47,7 @@ def ceilings(setting: Setting) -> dict[str, Any]:
     """TB/s of a copy, read and written bytes counted; TFLOP/s of a bfloat16 matrix product."""
     n = 128 if setting.tiny else 8192
     source = torch.randn(n, n, device=setting.device)
-    target = torch.empty_like(source)
-    half = source.bfloat16()
+    target, half = torch.empty_like(source), source.bfloat16()
     times = figures(setting.times({"copy": lambda: target.copy_(source), "product": lambda: half @ half}, seconds=5))
     return {
         "terabytes_per_second": round(2 * 4 * n * n / times["copy"]["median"] / 1e9, 4),

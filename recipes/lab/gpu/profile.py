@@ -41,9 +41,10 @@ from torch.profiler import ProfilerActivity
 
 from hf_entmax.ops import entmax_attention
 
+from ..rows import ROOT
 from . import problems
 from .rows import Rows, Skip, read
-from .setting import ROOT, Setting
+from .setting import Setting
 
 #: Operations and bytes per second of the H100 SXM: what a rate is compared with where the part "environment" measured nothing.
 PEAK_TERAFLOPS, PEAK_TERABYTES = 989.0, 3.35
@@ -127,7 +128,7 @@ def nsight(setting: Setting) -> dict[str, Any]:
     """How busy each unit is during the kernels of one small step."""
     if (tool := shutil.which("ncu")) is None:
         raise Skip("ncu is not on the PATH")
-    program = [sys.executable, "-m", "recipes.lab.gpu.sanitizer", "half", setting.device, "2048"]
+    program = [sys.executable, "-m", "recipes.lab.gpu.correctness", "half", setting.device, "2048"]
     watched = [tool, "--csv", "--page", "raw", "--clock-control", "none", "-k", "regex:entmax_attention", "-c", "8"]
     watched += ["--metrics", ",".join(METRICS)]
     done = subprocess.run([*watched, *program], cwd=ROOT, capture_output=True, text=True, timeout=setting.left)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_entmax.bench.timing import interleaved_times, package_version, spread
+from hf_entmax.bench.timing import interleaved_times, spread
 
-ROOT = Path(__file__).parents[3]
+from ..rows import ROOT
+
 #: Processes that compile at the same time: about as many as the machine has cores.
 PROCESSES = 14
 
@@ -26,13 +27,11 @@ class Setting:
         out: the folder of what is found.
         tiny: tiny problems on the CPU, interpreted.
         seconds: what the part has.
-        smollm2: a folder with SmolLM2, or None.
     """
 
     out: Path
     tiny: bool
     seconds: float
-    smollm2: Path | None = None
     _start: float = field(default_factory=time.monotonic)
 
     @property
@@ -43,10 +42,10 @@ class Setting:
     @property
     def left(self) -> float:
         """Seconds that are left to the part."""
-        return self.seconds - (time.monotonic() - self._start)
+        return max(self.seconds - (time.monotonic() - self._start), 0.0)
 
-    def times(self, functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-        """Milliseconds of functions that take turns, by name; an implementation that fails is left out and named."""
+    def times(self, functions: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+        """Milliseconds of functions that take turns, by name."""
         return interleaved_times(functions, 1 if self.tiny else 30, self.device, min(seconds, max(self.left, 1.0)))
 
 
@@ -70,12 +69,3 @@ def together(module: str, calls: Iterable[Sequence[object]]) -> None:
 def goal(ratio: float, at_most: float) -> dict[str, Any]:
     """A ratio beside the most it should be."""
     return {"ratio": ratio, "at_most": at_most, "met": ratio <= at_most}
-
-
-def too_old(package: str, wanted: tuple[int, ...]) -> str | None:
-    """Why a package does not serve, with what to carry, or None."""
-    found = package_version(package)
-    if found and tuple(int(part) for part in found.split(".")[:2]) >= wanted:
-        return None
-    there = f"{package} {found} is installed" if found else f"{package} is not installed"
-    return f"{there}; carry the wheel of {package}>={'.'.join(map(str, wanted))}"

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_entmax import bench
+from hf_entmax.bench.implementations import IMPLEMENTATIONS, Problem
 from hf_entmax.bench.timing import peak_memory
 from hf_entmax.ops import entmax_attention
 
@@ -117,23 +118,21 @@ def check(tensors: list[Tensor], alpha: Tensor | float) -> dict[str, float]:
 def implementations(tensors: list[Tensor], alpha: Tensor, *, eager: bool) -> dict[str, Attend]:
     """What is timed, by name."""
     query, key, value = tensors
+    shape = dict(zip(("batch", "heads", "length", "head_dim"), query.shape, strict=True))
+    problem = Problem(query, key, value, alpha, None, bench.Case("timings", **shape, causal=True))
+    sdpa = IMPLEMENTATIONS["sdpa"][0](problem)
 
-    def sdpa() -> Tensor:
+    def flash() -> Tensor:
         if query.device.type == "cpu":
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return sdpa()
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    def eager_softmax() -> Tensor:
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return scores.masked_fill(unseen, float("-inf")).softmax(-1) @ value
+            return sdpa()
 
     found: dict[str, Attend] = {
         "ours_learned": lambda: entmax_attention(query, key, value, alpha, is_causal=True, backend="triton")[0],
         "ours_1.5": lambda: entmax_attention(query, key, value, 1.5, is_causal=True, backend="triton")[0],
-        "sdpa_flash": sdpa,
-        **({"eager_softmax": eager_softmax} if eager else {}),
+        "sdpa_flash": flash,
+        **({"eager_softmax": IMPLEMENTATIONS["eager_softmax"][0](problem)} if eager else {}),
     }
     try:
         import adasplash  # pyright: ignore[reportMissingImports]

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
-import sys
+import re
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ from . import text as long_text
 FIELDS = "task row seed steps batch train_length loss trained accuracies alpha factor train_seconds command hardware versions"
 #: How many times as long as in training.
 FACTORS = {"max_retrieval": 256, "copy": 64, "reverse": 8, "sort": 8, "retrieval": 64, "text": 8}
+
+
+#: The loss of training, the mean alpha, and what tests the model at every length.
+Trained = tuple[float, float, Callable[[], dict[int, float]]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,11 +80,9 @@ def tested_at(task: str, length: int) -> list[int]:
     return [length * 2**power for power in range(FACTORS[task].bit_length())]
 
 
-def defining(words: Sequence[str]) -> dict[str, Any]:
-    """What the words of a command say of a run, but for which lines of the table and where they are written."""
-    known, others = parser().parse_known_args(words)
-    chosen = {name: value for name, value in vars(known).items() if name not in ("seeds", "only", "results")}
-    return chosen | {"others": others}
+def run_of(command: str) -> str:
+    """A command without the options that say which lines it makes."""
+    return re.sub(r" --(seeds|only)( (?!--)('[^']*'|\S+))*", "", command)
 
 
 class Lines:
@@ -88,9 +90,9 @@ class Lines:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.results = args, RowFile(args.results, FIELDS)
-        mine = defining(sys.argv[1:])
-        same = {words: defining(shlex.split(words)[3:]) == mine for words in {r["command"] for r in self.results.rows}}
-        self.there = {(row["row"], int(row["seed"])) for row in self.results.rows if same[row["command"]]}
+        self.origin = made_by("length", "--results")
+        same = [row for row in self.results.rows if run_of(row["command"]) == run_of(self.origin["command"])]
+        self.there = {(row["row"], int(row["seed"])) for row in same}
 
     def has(self, row: str, seed: int) -> bool:
         """Whether a line is there."""
@@ -103,7 +105,7 @@ class Lines:
         learned = "" if self.args.task == "text" else accuracies[values["train_length"]] >= 50
         self.results.add(
             task=self.args.task, row=row, seed=seed, steps=self.args.steps, batch=self.args.batch, trained=learned,
-            accuracies=in_words(accuracies), **made_by("length", "--results"), **values,
+            accuracies=in_words(accuracies), **self.origin, **values,
         )  # fmt: skip
         self.there.add((row, seed))
         rich.print(f"{row}, seed {seed}: {in_words(accuracies)}")
@@ -148,21 +150,14 @@ def sequence(args: argparse.Namespace, made: Lines) -> None:
             f"--length {args.length} is tested at up to {lengths[-1]} pairs, but there are {sequences.KEYS} keys: "
             f"retrieval takes --length 2 to {most}."
         )
-    for seed in args.seeds:
-        for name in wanted(args, sequences.ROWS):
-            if made.has(name, seed):
-                continue
-            start = time.perf_counter()
-            torch.manual_seed(seed)
-            model = sequences.Decoder(sequences.ROWS[name], args.width, args.heads, args.layers)
-            loss = sequences.train(model, args.task, seed, args.steps, args.batch, args.length, args.lr)
-            seconds = time.perf_counter() - start
-            found = {n: sequences.exact_match(model, args.task, n, args.samples, seed) for n in lengths}
-            alphas = model.alphas()
-            made.add(
-                found, row=name, seed=seed, train_length=args.length, loss=f"{loss:.4f}",
-                alpha=f"{sum(alphas) / len(alphas):.3f}", train_seconds=f"{seconds:.0f}",
-            )  # fmt: skip
+
+    def one(name: str, seed: int) -> Trained:
+        model = sequences.Decoder(sequences.ROWS[name], args.width, args.heads, args.layers)
+        loss = sequences.train(model, args.task, seed, args.steps, args.batch, args.length, args.lr)
+        tests = lambda: {n: sequences.exact_match(model, args.task, n, args.samples, seed) for n in lengths}  # noqa: E731
+        return loss, statistics.fmean(model.alphas()), tests
+
+    each(args, made, "", one)
 
 
 def seeds_of(args: argparse.Namespace, row: sequences.Row) -> list[int]:
@@ -178,26 +173,34 @@ def text(args: argparse.Namespace, made: Lines) -> None:
     Raises:
         SystemExit: if the test text is shorter than that.
     """
-    source, longest = Path(args.model).name or "bytes", FACTORS["text"] * args.length
+    longest = FACTORS["text"] * args.length
     train, test = (long_text.read(args.data, split, args.model) for split in ("train", "test"))
     if len(test) <= longest:
         raise SystemExit(f"--length {args.length} is tested at up to {longest} tokens; the test text has {len(test)}.")
+
+    def one(name: str, seed: int) -> Trained:
+        model = long_text.build(sequences.ROWS[name], args.model, args.width, args.heads, args.layers)
+        loss = long_text.train(
+            model, train, args.length, args.batch, args.steps, args.lr, seed, numbers_only=bool(args.model)
+        )
+        tests = lambda: long_text.perplexity_by_position(model, test, longest, args.length, args.samples)  # noqa: E731
+        return loss, float(alphas(model)["decoder_self"].mean()), tests
+
+    each(args, made, f"{Path(args.model).name or 'bytes'}: ", one)
+
+
+def each(args: argparse.Namespace, made: Lines, called: str, one: Callable[[str, int], Trained]) -> None:
+    """Train and test every line and seed that is not there."""
     for seed in args.seeds:
         for name in wanted(args, sequences.ROWS):
-            row = f"{source}: {name}"
-            if made.has(row, seed) or seed not in seeds_of(args, sequences.ROWS[name]):
+            if made.has(called + name, seed) or seed not in seeds_of(args, sequences.ROWS[name]):
                 continue
             start = time.perf_counter()
             torch.manual_seed(seed)
-            model = long_text.build(sequences.ROWS[name], args.model, args.width, args.heads, args.layers)
-            loss = long_text.train(
-                model, train, args.length, args.batch, args.steps, args.lr, seed, numbers_only=bool(args.model)
-            )
+            loss, alpha, tests = one(name, seed)
             seconds = "" if math.isnan(loss) else f"{time.perf_counter() - start:.0f}"
-            found = long_text.perplexity_by_position(model, test, longest, args.length, args.samples)
-            alpha = alphas(model)["decoder_self"].mean()
             made.add(
-                found, row=row, seed=seed, train_length=args.length, loss=f"{loss:.4f}", alpha=f"{alpha:.3f}",
+                tests(), row=called + name, seed=seed, train_length=args.length, loss=f"{loss:.4f}", alpha=f"{alpha:.3f}",
                 train_seconds=seconds,
             )  # fmt: skip
 

@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
 from recipes.lab.gpu import __main__ as program
-from recipes.lab.gpu import conversion, problems, sanitizer, timings
+from recipes.lab.gpu import correctness, problems, timings
 from recipes.lab.gpu.compiled import loops
-from recipes.lab.gpu.rows import Rows, Skip, read
+from recipes.lab.gpu.rows import Rows, read
 from recipes.lab.gpu.setting import Setting
 
 
@@ -48,8 +48,7 @@ def test_every_part_at_tiny_sizes(tmp_path, capsys, monkeypatch):
         found = statuses(tmp_path, part)
         assert found.pop("whole part") == "finished", (part, log[-3000:])
         assert found and set(found.values()) <= {"ok", "skipped"}, (part, found, log[-3000:])
-        if part != "conversion":
-            assert "ok" in found.values(), (part, found)
+        assert "ok" in found.values(), (part, found)
     lines = {(line["part"], line["case"]): line for line in read(tmp_path)}
     assert lines["timings", "n 20, D 16, as random weights"]["goals"]["ours_learned / sdpa_flash"]["ratio"] > 0
     assert lines["models", "llama, L 24"]["tokens_per_second"]["ours"] > 0
@@ -83,7 +82,7 @@ def play(monkeypatch, tmp_path):
     """Run parts whose programs are given."""
 
     def run(programs, minutes=60.0, seconds=3600.0):
-        monkeypatch.setattr(program, "PARTS", {name: program.Part("", seconds) for name in programs})
+        monkeypatch.setattr(program, "PARTS", dict.fromkeys(programs, ("", seconds)))
         monkeypatch.setattr(
             program, "command_of", lambda name, out, *_: [sys.executable, "-c", programs[name], str(out), name]
         )
@@ -101,6 +100,8 @@ def test_a_crash_costs_its_case_and_nothing_else(play, tmp_path, capsys):
         "first": "ok", "second": "failed", "third": "skipped", "whole part": "finished"
     }  # fmt: skip
     assert statuses(tmp_path, "plain")["whole part"] == "finished"
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"part": "part", "ca')  # a line that a crash cut short is left out
     assert sum(line["case"] == "first" and line["status"] == "ok" for line in read(tmp_path)) == 3
     assert "CRASHED crash: second" in capsys.readouterr().out
 
@@ -139,38 +140,17 @@ def test_a_case_without_time_is_tried_again(play, tmp_path):
     assert statuses(tmp_path, "slow") == {"first": "ok", "second": "ok", "whole part": "finished"}
 
 
-def _no_time(command, timeout, **options):
-    raise subprocess.TimeoutExpired(command, timeout)
-
-
 def test_a_tool_that_takes_too_long_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
-    monkeypatch.setattr(sanitizer.subprocess, "run", _no_time)
-    sanitizer.run(Rows(tmp_path, "sanitizer"), Setting(tmp_path, True, 60.0))
+    def no_time(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(correctness.shutil, "which", lambda name: name)
+    monkeypatch.setattr(correctness.subprocess, "run", no_time)
+    correctness.run_sanitizer(Rows(tmp_path, "sanitizer"), Setting(tmp_path, True, 60.0))
     assert set(statuses(tmp_path, "sanitizer").values()) == {"cut"}
 
 
-def test_conversions_go_on_and_need_data(tmp_path, monkeypatch):
-    calls = []
-
-    def run(command, timeout, **options):
-        calls.append(command)
-        return _no_time(command, timeout) if len(calls) < 3 else subprocess.CompletedProcess(command, 0)
-
-    setting = Setting(tmp_path, False, 60.0, tmp_path)
-    monkeypatch.setattr(conversion.subprocess, "run", run)
-    monkeypatch.delenv("HF_ENTMAX_DATA", raising=False)
-    with pytest.raises(Skip, match="HF_ENTMAX_DATA"):
-        conversion.evidence(setting)
-    monkeypatch.setenv("HF_ENTMAX_DATA", str(tmp_path))
-    conversion.run(Rows(tmp_path, "conversion"), setting)
-    assert statuses(tmp_path, "conversion") == {"smollm2": "cut", "evidence": "cut"}
-    conversion.run(Rows(tmp_path, "conversion"), setting)
-    assert statuses(tmp_path, "conversion") == {"smollm2": "ok", "evidence": "ok"}
-    assert calls[0] == calls[2] and calls[0][calls[0].index("--resume") + 1] == "True"
-
-
-@pytest.mark.parametrize("name", ["out", "query", "key", "value", "alpha"])
+@pytest.mark.parametrize("name", ["out", "query", "alpha"])
 def test_nothing_is_timed_that_is_off(name, monkeypatch):
     real = timings.entmax_attention
     tensors, alpha = problems.random(2, 2, 70, 16, "cpu"), torch.tensor([1.3, 1.7], requires_grad=True)
@@ -190,13 +170,6 @@ def test_nothing_is_timed_that_is_off(name, monkeypatch):
     monkeypatch.setattr(timings, "entmax_attention", attention)
     with pytest.raises(ValueError, match=f"in {name}: nothing was timed"):
         timings.check(tensors, alpha)
-
-
-def test_a_line_cut_short_is_left_out(tmp_path):
-    Rows(tmp_path, "part").write("case", "ok", value=1)
-    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"part": "part", "ca')
-    assert [line["value"] for line in read(tmp_path)] == [1]
 
 
 def test_loops_of_machine_code():

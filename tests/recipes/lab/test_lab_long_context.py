@@ -2,13 +2,10 @@
 
 import csv
 import sys
-import types
 
 import pytest
 import tiny_models as tiny
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_entmax
 from recipes.lab import long_context
@@ -42,7 +39,7 @@ def _run(monkeypatch, folder, what, *options):
 
 def test_whole_model(folder, monkeypatch, capsys):
     call = ("--alpha", "own", "--bits", "4", "--lengths", "96", "160", "--batches", "1", "2", "--steps", "2")
-    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"))
+    rows = _run(monkeypatch, folder, "generate", *call)
     assert [(row["length"], row["batch"]) for row in rows] == [("96", "1"), ("96", "2"), ("160", "1"), ("160", "2")]
     for row in rows:
         ratio = float(row["tokens_per_second"]) / float(row["softmax_tokens_per_second"])
@@ -53,32 +50,14 @@ def test_whole_model(folder, monkeypatch, capsys):
         cached = int(row["batch"]) * 2 * 2 * 2 * 8 * 4 * (int(row["length"]) + 3)
         assert float(row["cache_mib"]) == round(cached / 2**20, 1)
         assert 0 < float(row["extra_memory"]) < 0.4
-    assert "--keep" not in rows[0]["command"] and "tokens_per_second" in capsys.readouterr().out
-    kept = sorted(path.name for path in (folder / "kept").iterdir())
-    assert len(kept) == 2
-    # Filled caches are used again.
-    monkeypatch.setattr(long_context, "_CHUNK", 0)
-    rows = _run(monkeypatch, folder, "generate", *call, "--keep", str(folder / "kept"), "--softmax_cache", "static")
+    assert str(folder / "generate.csv") not in rows[0]["command"] and "tokens_per_second" in capsys.readouterr().out
+    rows = _run(monkeypatch, folder, "generate", *call, "--softmax_cache", "static")
     assert [row["softmax_cache"] for row in rows] == 4 * ["dynamic"] + 4 * ["static"]
-
-
-def test_a_filled_cache_is_used_for_the_same_question_alone(tmp_path):
-    read = []
-
-    def fills(ids=(1, 2, 3), bits="auto", folder="a/model", name="softmax"):
-        read.clear()
-        settings = types.SimpleNamespace(keep=tmp_path, model=folder, dtype=torch.float32, bits=bits)
-        model = lambda chunk, **more: read.append(chunk)  # noqa: E731
-        assert long_context.filled(settings, model, torch.tensor([ids]), {"of": bits}, name) == {"of": bits}
-        return bool(read)
-
-    for change in ({}, {"ids": (1, 2, 4)}, {"bits": 4}, {"folder": "b/model"}, {"name": "entmax-1.5"}):
-        assert fills(**change) and not fills(**change), change
 
 
 @pytest.mark.parametrize("layers", [("--layers", "1"), ()])
 def test_operator(folder, monkeypatch, layers):
-    call = (
+    call = [
         "--alpha",
         "own",
         "--alphas",
@@ -92,7 +71,7 @@ def test_operator(folder, monkeypatch, layers):
         "256",
         "--prompt",
         "64",
-    )
+    ]
     rows = _run(monkeypatch, folder, "operator", *call, *layers, "--steps", "2")
     assert [(row["length"], row["alpha"], row["bits"]) for row in rows[:4]] == [
         ("128", "2", "4"), ("128", "2", "8"), ("128", "own", "4"), ("128", "own", "8")
@@ -145,30 +124,3 @@ def test_what_cannot_be(folder, monkeypatch):
     plain.save_pretrained(folder / "model")
     with pytest.raises(SystemExit, match="not saved from a patched model"):
         _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
-
-
-@pytest.mark.parametrize("alpha", ["own", "1.5"])
-def test_keys_are_those_of_the_model_that_is_named(folder, monkeypatch, alpha):
-    seen = []
-
-    class Case(long_context.Case):
-        def __init__(self, query, key, *more):
-            seen.append((query, key))
-            super().__init__(query, key, *more)
-
-    monkeypatch.setattr(long_context, "Case", Case)
-    _run(monkeypatch, folder, "operator", *f"--alpha {alpha} --alphas 2 --lengths 64 --prompt 64 --steps 2".split())
-    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    assert model.config._attn_implementation == "hf_entmax"
-    if alpha != "own":
-        hf_entmax.unpatch_model(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    ids = long_context.prompt(types.SimpleNamespace(text=str(folder / "text.txt")), None, tokenizer, 64)
-    with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-    assert len(seen) == len(cache.layers) == 2
-    for layer, (query, key) in zip(cache.layers, seen, strict=True):
-        assert query.shape == (1, 4, 1, 8)
-        torch.testing.assert_close(key, layer.keys)
-    # What was recorded is the attention function again.
-    assert AttentionInterface()["sdpa"] is sdpa_attention_forward

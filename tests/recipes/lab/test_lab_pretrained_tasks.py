@@ -58,20 +58,12 @@ def test_calibration_error_of_known_tokens():
     assert pretrained_tasks.calibration_error(torch.tensor([[0.0], [1.0], [1.0]])) == 0
 
 
-def test_rank_correlation():
+def test_figures_of_known_values():
     assert pretrained_tasks.spearman(torch.tensor([[1.0, 2, 3, 4], [10, 20, 40, 80]])) == pytest.approx(1)
     assert pretrained_tasks.spearman(torch.tensor([[1.0, 2, 3], [3, 2, 1]])) == pytest.approx(-1)
-
-
-def test_intervals_are_of_differences():
     before = [torch.tensor([[float(i)]]) for i in range(50)]
     after = [unit + 2 for unit in before]
     assert pretrained_tasks.interval(before, after, lambda v: float(v.mean()), 50) == pytest.approx((2, 2))
-
-
-def test_the_cloze_sentences_have_four_answers_each():
-    rows = pretrained_tasks.read_rows(str(pretrained_tasks.CLOZE), ("prompt", "answer", "wrong1", "wrong2", "wrong3"))
-    assert len(rows) >= 60 and all(len(set(row)) == 5 for row in rows)
 
 
 @pytest.mark.slow

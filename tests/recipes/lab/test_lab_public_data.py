@@ -3,7 +3,6 @@
 import gzip
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from collections import defaultdict
@@ -11,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import language_modeling
-import translation
-from common.settings import parse
-from hf_entmax.analysis.reading import tables
 from hf_entmax.analysis.reading.alignments import read_alignments
+from recipes.lab import public_data
 from recipes.lab.public_data import SETS, lay_out
 
 ROOT = Path(__file__).parents[3]
@@ -83,18 +79,18 @@ def test_alignments_keep_the_links_between_words_that_there_are(tmp_path):
     assert pairs[0].source[0] == "ein"
 
 
-@pytest.mark.parametrize("name", list(SETS))
-def test_another_folder_is_refused_and_nothing_written(name, tmp_path):
-    command = [sys.executable, "-m", "recipes.lab.public_data", name, tmp_path, "--out", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
+def test_another_folder_is_refused_and_nothing_written(tmp_path, monkeypatch, capsys):
+    for name in SETS:
+        monkeypatch.setattr(sys, "argv", ["", name, str(tmp_path), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match="1"):
+            public_data.main()
+        assert str(tmp_path) in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", list(SETS))
-def test_the_table_of_sets_says_where_each_comes_from(name):
-    (line,) = re.findall(rf"^\| `{name}` \|.*$", README, re.MULTILINE)
-    assert SETS[name].url in line and SETS[name].fingerprint in line
+def test_the_table_of_sets_says_where_each_comes_from():
+    for name, source in SETS.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*$", README, re.MULTILINE)
+        assert source.url in line and source.fingerprint in line
 
 
 def test_published_commands_name_files_that_are_laid_out():
@@ -108,56 +104,6 @@ def test_published_commands_name_files_that_are_laid_out():
     }  # a whole treebank
     assert len(named) >= 4
     assert {path.rpartition("/")[0] for path in named} <= folders
-
-
-class TestHub:
-    """A second configuration reads the same from the Hub; here from a folder in its place."""
-
-    @pytest.fixture
-    def local(self, tmp_path, monkeypatch):
-        def place(name, columns, splits):
-            import datasets
-
-            folder = tmp_path / "sets" / name.replace("/", "_")
-            for split, rows in splits.items():
-                (folder / "data").mkdir(parents=True, exist_ok=True)
-                named = datasets.Dataset.from_list([dict(zip(columns, row, strict=True)) for row in rows])
-                named.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
-            load = datasets.load_dataset
-
-            def instead(path, config=None, *more, **options):
-                return load(str(folder), *more, **options) if path == name else load(path, config, *more, **options)
-
-            monkeypatch.setattr(datasets, "load_dataset", instead)
-
-        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        return place
-
-    def settings(self, recipe, usual, hub, tmp_path):
-        files = [str(ROOT / "recipes" / "configs" / f"{name}.yaml") for name in (usual, f"hub/{hub}")]
-        return parse(recipe.Settings, "", ["--config", files[0], "--config", files[1], "--out", str(tmp_path / "run")])
-
-    def test_translation(self, local, tmp_path):
-        splits = {
-            name: [(f"{name} {n}", f"{name} Satz {n}") for n in range(3)] for name in ("train", "validation", "test")
-        }
-        local("bentrevett/multi30k", ("en", "de"), splits)
-        settings = self.settings(translation, "translation_multi30k", "multi30k", tmp_path)
-        assert (settings.source, settings.target) == ("de", "en")
-        for where, split in ((settings.train, "train"), (settings.dev, "validation"), (settings.test[0], "test")):
-            assert tables.read_pairs(where, "de", "en") == [(de, en) for en, de in splits[split]]
-
-    def test_text(self, local, tmp_path):
-        lines = ["", " = Title = \n", "", " Some words .\n"]
-        local(
-            "Salesforce/wikitext",
-            ("text",),
-            {name: [(line,) for line in lines] for name in ("train", "validation", "test")},
-        )
-        settings = self.settings(language_modeling, "language_modeling_wikitext2", "wikitext2", tmp_path)
-        for split in ("train", settings.dev_split, "test"):
-            found = tables.read_text(settings.data.replace("{split}", split), settings.column)
-            assert found == [line.rstrip("\n") for line in lines]
 
 
 #: Folders of the data, and where their files are in a clone.
