@@ -1,6 +1,5 @@
 """Causal language modelling, from scratch or from a pretrained model (measures of Martins et al. 2020, sec. 4).
 
-    python recipes/language_modeling.py --config recipes/configs/language_modeling_wikitext2.yaml --out runs/lm-softmax
     python recipes/language_modeling.py --config recipes/configs/language_modeling_wikitext2.yaml --out runs/lm-learned \
         --attention learned --output_alpha 1.5
     accelerate launch recipes/language_modeling.py --config ... --out ...               # as `accelerate config` says
@@ -20,24 +19,23 @@ not. It is left empty where ``--test_tokens`` cuts a line and the tokenizer cann
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_entmax  # noqa: F401 - patched checkpoints load only with it
-from common.batches import Batches, evenly
-from common.blocks import Block, TextSettings, collate, prepare, probe, read_splits, text_measures
-from common.finish import check_finish, finish
+from common.blocks import TextSettings, collate, prepare, probe, read_splits, text_measures
+from common.causal import build_model, sample, train_tokenizer
+from common.folder import open_folder
 from common.heads import head_statistics
 from common.pretrained import check_causal, check_length
-from common.results import END, columns
-from common.run import Run, write_atomically
-from common.settings import option, parse
-from common.training import Training, count_shifted_labels, make_sparse
+from common.results import END, columns, finish
+from common.settings import make_sparse, option, parse
+from common.trainer import RecipeTrainer, training_arguments
+from hf_entmax.generation import SamplingMetrics
 
 FIELDS = columns(
     "attention output_alpha mapping_options seed data architecture perplexity word_perplexity epsilon_perplexity",
@@ -86,149 +84,57 @@ class Settings(TextSettings):
         self.require("heads", even, f"such that each gets an even share of width={self.width}: llama turns pairs")
 
 
-def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: lossless, whatever comes; ``<unk>`` is a word of WikiText and stays one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=["<|endoftext|>", "<unk>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((line + "\n" for line in lines), trainer)
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
-    )
-
-
-def build_model(settings: Settings, vocabulary: int) -> Any:
-    """A model from scratch in the shape of a known family."""
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    if settings.architecture == "gpt2":
-        config: Any = GPT2Config(
-            vocab_size=vocabulary,
-            n_positions=settings.block,
-            n_embd=settings.width,
-            n_layer=settings.layers,
-            n_head=settings.heads,
-            resid_pdrop=settings.dropout,
-            embd_pdrop=settings.dropout,
-            attn_pdrop=0.0,
-            **ends,
-        )
-    else:
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            max_position_embeddings=settings.block,
-            hidden_size=settings.width,
-            intermediate_size=8 * settings.width // 3,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            tie_word_embeddings=True,
-            **ends,
-        )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def repetition(rows: list[list[int]], context: int) -> dict[str, float]:
-    """Distinct n-grams over all n-grams, and the share of tokens found among the last 16 or 128 before them.
-
-    Args:
-        rows: token ids.
-        context: how many at the beginning of each are given, not counted.
-
-    Reference:
-        Martins, Marinho, Martins 2020, sec. 5 (REP); Welleck et al. 2020.
-    """
-    measures = {}
-    for n in (1, 2, 4):
-        grams = [tuple(row[i : i + n]) for row in rows for i in range(context, len(row) - n + 1)]
-        measures[f"distinct_{n}"] = len(set(grams)) / max(1, len(grams))
-    for window in (16, 128):
-        hits = [row[i] in row[max(0, i - window) : i] for row in rows for i in range(context, len(row))]
-        measures[f"rep_{window}"] = sum(hits) / max(1, len(hits))
-    return measures
-
-
-def sample(model: Any, blocks: list[Block], tokenizer: Any, run: Run) -> dict[str, float]:
-    """Continue test blocks by sampling from the whole distribution, write them down, and measure how they repeat.
-
-    Nothing, with a notice, where there is no whole block or the model has diverged: its scores are no distribution.
-    """
-    settings = run.settings
-    chosen = evenly([b["input_ids"] for b in blocks if len(b["input_ids"]) == settings.block], settings.samples)
-    if not chosen:
-        run.say(f"No samples: the test text has no whole block of {settings.block} tokens.")
-        return {}
-    texts = torch.tensor(chosen, device=run.accelerator.device)
-    with torch.no_grad():
-        finite = all((model(input_ids=text[None], use_cache=False).logits < math.inf).all() for text in texts)
-    if not finite:
-        run.say("No samples: the model has diverged, some of its logits are infinite or no numbers. Try a smaller lr.")
-        return {}
-    set_seed(settings.seed)
-    prompts = texts[:, : settings.prompt]
-    new = settings.block - settings.prompt
-    whole = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}  # nothing is cut from the distribution
-    length = {"min_new_tokens": new, "max_new_tokens": new}
-    output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **whole, **length).tolist()
-    if run.main:
-        starts = [tokenizer.decode(row[: settings.prompt]) for row in output]
-        ends = [tokenizer.decode(row[settings.prompt :]) for row in output]
-        pairs = zip(starts, ends, strict=True)
-        write_atomically(run.folder / "samples.txt", "\n\n".join(f"{start}\n>>>{text}" for start, text in pairs) + "\n")
-    human = {f"human_{name}": value for name, value in repetition(chosen, settings.prompt).items()}
-    return repetition(output, settings.prompt) | human
-
-
 def main(settings: Settings) -> None:
     lines = read_splits(settings)
-    check_finish(settings, FIELDS)
-    run = Run(settings, "language_modeling")
+    folder = open_folder(settings, "language_modeling", FIELDS)
     set_seed(settings.seed)
     if settings.model:
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        check_causal(model)
     else:
         tokenizer = train_tokenizer(lines["train"][:2000] if settings.smoke else lines["train"], settings.vocabulary)
         model = build_model(settings, len(tokenizer))
     check_length(model, settings.block, "block")
-    if settings.model:
-        check_causal(model)
     model = make_sparse(model, settings)
     blocks, words = prepare(settings, lines, tokenizer)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    run.say(f"{len(blocks['train'])} training blocks of {settings.block} tokens, {size:.2f} M parameters")
+    PartialState().print(f"{len(blocks['train'])} training blocks of {settings.block} tokens, {size:.2f} M parameters")
+    metrics = SamplingMetrics.for_model(model)
 
-    def evaluate(current: Any) -> dict[str, float]:
-        measures = text_measures(current, blocks["dev"], words["dev"], run)
-        return {"score": -measures["epsilon_perplexity"], **measures}
+    def measure(answers: Any) -> dict[str, float]:
+        found = metrics.compute_metrics(answers)
+        return {"score": -found["epsilon_perplexity"], **found}
 
-    batches = Batches.for_training(run, blocks["train"], collate, lambda block: len(block["input_ids"]))
-    training = Training(run, model, tokenizer, batches, evaluate, count=count_shifted_labels)
-    training.fit()
-    best = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
-    best = best.to(run.accelerator.device).eval()
-    test = text_measures(best, blocks["test"], words["test"], run)
+    trainer = RecipeTrainer(
+        settings,
+        model,
+        args=training_arguments(settings, per_device_eval_batch_size=16),
+        train_dataset=blocks["train"],
+        eval_dataset=blocks["dev"],
+        data_collator=collate,
+        processing_class=tokenizer,
+        compute_metrics=measure,
+        preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics,  # four numbers a token instead of logits
+    )
+    best = trainer.fit()
+    found = text_measures(best, blocks["test"], words["test"])
     measures: dict[str, Any] = {
-        **training.summary(),
+        **trainer.summary(),
         "data": settings.data,
         "architecture": settings.model or settings.architecture,
         "mapping_options": settings.mapping_options,
-        "dev_epsilon_perplexity": round(-training.progress.best, 3),
-        "test_tokens": int(test.pop("tokens")),
-        "test_words": test.pop("words", ""),
-        **{name: round(value, 4) for name, value in test.items()},
+        "dev_epsilon_perplexity": round(-trainer.best, 3),
+        "test_tokens": int(found.pop("tokens")),
+        "test_words": found.pop("words", ""),
+        **{name: round(value, 4) for name, value in found.items()},
         **head_statistics(best, probe(blocks["dev"], settings.block)),
     }
     if settings.samples:
-        repeats = sample(best, blocks["test"], tokenizer, run)
+        repeats = sample(settings, best, blocks["test"], tokenizer, folder / "samples.txt")
         measures |= {name: round(value, 4) for name, value in repeats.items() if name in FIELDS}
-    main_measures = ["epsilon_perplexity", "sparsemax_score"]
-    finish(run, FIELDS, measures, task="text-generation", data=settings.data, main_measures=main_measures)
+    card = {"data": settings.data, "main_measures": ["epsilon_perplexity", "sparsemax_score"]}
+    finish(settings, "language_modeling", FIELDS, measures, task="text-generation", **card)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.batches import Batches
-from common.run import Run
+from common.batches import answers_of
 from common.settings import RunSettings, option
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.generation import SamplingMetrics
@@ -133,38 +133,35 @@ def read_splits(settings: Any) -> dict[str, list[str]]:
     return {split: read_text(settings.data.replace("{split}", name), settings.column) for split, name in names.items()}
 
 
-def text_measures(model: Any, blocks: list[Block], words: int | None, run: Run, size: int = 16) -> dict[str, float]:
-    """How well a model predicts a text.
+def text_measures(model: Any, blocks: list[Block], words: int | None, size: int = 16) -> dict[str, float]:
+    """How well a model predicts a text; the processes share the work.
 
     ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
     tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`). The two
     per word are also infinite where a float cannot hold them, for text with few blanks.
 
     Args:
-        model: perhaps prepared for the processes.
+        model: not wrapped.
         blocks: of the text.
         words: of the text, as `encode` counts them; None or 0 leaves out the measures per word.
-        run: its processes share the work.
         size: blocks in a batch.
     """
-    plain = run.accelerator.unwrap_model(model)
-    metrics = SamplingMetrics.for_model(plain)
-    # tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out
-    sums = torch.zeros(7, dtype=torch.float64)
-    for batch in Batches(blocks, collate, lambda block: len(block["input_ids"]), run.accelerator, size).in_order():
-        with torch.no_grad(), run.accelerator.autocast():
-            logits = plain(input_ids=batch["input_ids"], use_cache=False).logits.float()
-        labels = batch["labels"][:, 1:].flatten()
+    metrics = SamplingMetrics.for_model(model)
+
+    def sums(part: list[Block]) -> Tensor:
+        """Of each block: tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out."""
+        batch = send_to_device(collate(part), model.device)
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         kept = labels != -100
-        labels, logits_kept = labels[kept], logits[:, :-1].flatten(0, 1)[kept]
-        nats = negative_log(logits_kept, labels, metrics.alpha)
-        rows = metrics.preprocess_logits_for_metrics(logits, batch["labels"])
-        measured = rows[:, :-1].flatten(0, 1)[kept].double().sum(0).cpu()
-        sums[0] += len(labels)
-        sums[1] += nats.double().sum().cpu()
-        sums[2:6] += measured * torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-        sums[6] += int(nats.isinf().sum())
-    tokens, nats_sum, epsilon_sum, *others = run.accelerator.reduce(sums.to(run.accelerator.device), "sum").tolist()
+        nats = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+        nats[kept] = negative_log(logits[kept], labels[kept], metrics.alpha).double()
+        rows = metrics.preprocess_logits_for_metrics(logits, batch["labels"]).double()
+        columns = [kept.double(), nats, -rows[..., 0], *rows[..., 1:].unbind(-1), nats.isinf().double()]
+        return torch.stack(columns, -1).masked_fill(~kept[..., None], 0.0).sum(1).cpu()
+
+    found = answers_of(blocks, sums, lambda block: len(block["input_ids"]), size)
+    tokens, nats_sum, epsilon_sum, *others = torch.stack(found).sum(0).tolist()
     per_word = {}
     if words:
         per_word = {"word_perplexity": _exp(nats_sum / words), "word_epsilon_perplexity": _exp(epsilon_sum / words)}

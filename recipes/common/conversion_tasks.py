@@ -128,7 +128,7 @@ def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: 
     blocks, words = prepare(settings, lines, tokenizer)
 
     def measure(model: Any, split: str) -> dict[str, float]:
-        found = text_measures(model, blocks[split], words[split], run)
+        found = text_measures(model, blocks[split], words[split])
         return {name: found[name] for name in ("perplexity", "epsilon_perplexity")}
 
     return Task(

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
 import language_modeling as lm
 from common import blocks as text_blocks
-from common.run import Run
+from common.causal import repetition
 from common.settings import parse
 from hf_entmax import patch_model
 from hf_entmax.analysis.reading.tables import read_text
@@ -162,7 +162,7 @@ def test_measures_are_those_of_the_library(data, tmp_path, alpha):
         model.transformer.wte.weight.mul_(5)  # so that 1.5-entmax rules words out
     if alpha != 1.0:
         patch_model(model, alpha=1.0, output_alpha=alpha)
-    found = lm.text_measures(model, blocks, words, Run(given, "language_modeling"), size=5)
+    found = lm.text_measures(model, blocks, words, size=5)
     logits, labels = [], []
     for block in blocks:
         ids = torch.tensor([block["input_ids"]])
@@ -224,7 +224,7 @@ def test_samples_come_from_all_over_the_text(data, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(model, "generate", lambda input_ids, **_: seen.append(input_ids) or input_ids)
     blocks = [{"input_ids": [place] * 24} for place in range(5)] + [{"input_ids": [9]}]
-    lm.sample(model, blocks, tokenizer, Run(given, "language_modeling"))
+    lm.sample(given, model, blocks, tokenizer, tmp_path / "samples.txt")
     assert seen[0][:, 0].tolist() == [0, 1, 3] and seen[0].shape == (3, 8)
 
 
@@ -249,7 +249,7 @@ def test_a_pretrained_model_must_be_causal_and_long_enough(data, tmp_path):
     decoder = save_bert(tmp_path / "decoder", tokenizer, is_decoder=True)
     with pytest.raises(ValueError, match=r"block=65 .*at most 64, all that the model can see"):
         lm.main(pretrained(data, tmp_path / "run", decoder, block=65))
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert not (tmp_path / "run" / "trainer_state.json").exists()
 
 
 def test_a_half_precision_checkpoint_is_trained_in_full_precision(data, tmp_path):
@@ -262,11 +262,11 @@ def test_a_half_precision_checkpoint_is_trained_in_full_precision(data, tmp_path
 
 
 def test_repetition():
-    measures = lm.repetition([[9, 9, 1, 2, 1, 2], [9, 9, 3, 4, 5, 6]], context=2)
+    measures = repetition([[9, 9, 1, 2, 1, 2], [9, 9, 3, 4, 5, 6]], context=2)
     assert measures["distinct_1"] == 6 / 8 and measures["distinct_2"] == 5 / 6
     assert measures["rep_16"] == measures["rep_128"] == 2 / 8
     far = [7, *range(20, 40), 7]
-    assert lm.repetition([far], context=1)["rep_16"] == 0 and lm.repetition([far], context=1)["rep_128"] == 1 / 21
+    assert repetition([far], context=1)["rep_16"] == 0 and repetition([far], context=1)["rep_128"] == 1 / 21
 
 
 def test_wrong_values_name_the_setting(data, tmp_path):
@@ -306,7 +306,7 @@ def test_wrong_values_name_the_setting(data, tmp_path):
     (tmp_path / "train.txt").write_text("A dog sat .\n")
     with pytest.raises(ValueError, match="shorter than one block of 24"):
         lm.main(settings(data, tmp_path / "run"))
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert not (tmp_path / "run" / "trainer_state.json").exists()
 
 
 def test_records_with_text(tmp_path):
@@ -318,7 +318,7 @@ def test_records_with_text(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(data, tmp_path):
-    given = settings(data, "", dropout=0.0, attention="learned", output_alpha=1.5, train_tokens=800, samples=2)
+    given = settings(data, "", dropout=0.0, attention="learned", output_alpha=1.5, train_tokens=740, samples=2)
     names = (
         "data",
         "vocabulary",
@@ -332,14 +332,13 @@ def test_two_processes_train_as_one(data, tmp_path):
         "epochs",
         "lr",
     )
-    words = [
-        f"--{name}={getattr(given, name)}" for name in (*names, "dropout", "attention", "output_alpha", "train_tokens")
-    ]
+    names = (*names, "dropout", "attention", "output_alpha", "train_tokens")
+    words = [*(f"--{name}={getattr(given, name)}" for name in names), "--log_steps=1"]
     lm.main(parse(lm.Settings, lm.__doc__, [*words, "--out", str(tmp_path / "one")]))
     given = [*words, "--out", tmp_path / "two"]
     ended = fresh.run_file(RECIPES / "language_modeling.py", *given, processes=2, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
-    logs = [[json.loads(x) for x in (tmp_path / out / "log.jsonl").read_text().splitlines()] for out in ("one", "two")]
+    logs = [json.loads((tmp_path / out / "trainer_state.json").read_text())["log_history"] for out in ("one", "two")]
     losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
     assert len(losses[0]) > 3 and losses[1] == pytest.approx(losses[0], rel=2e-4)
     results = [json.loads((tmp_path / out / "result.json").read_text()) for out in ("one", "two")]
