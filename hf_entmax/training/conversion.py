@@ -73,7 +73,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             without any), as the model gives them.
         tau: attention weight that counts half in `soft_density`, > 0.
         floor: density below which a head is not pushed any further, in [0, 1).
-        after: share of training from which on the multiplier moves, in [0, 1): a schedule may move alpha before.
+        after: share of training from which on the multiplier moves, in [0, 1]: a schedule may move alpha before.
         dropout: False trains without the model's dropout.
 
     Raises:
@@ -119,8 +119,8 @@ class ConversionCallback(TrainerCallback, ExportableState):
             raise ValueError(f"attention_loss={attention_loss!r} is not known; choose one of {list(ATTENTION_LOSSES)}.")
         if not 0.0 <= floor < 1.0:
             raise ValueError(f"floor={floor!r} is not allowed: give a density in [0, 1).")
-        if not 0.0 <= after < 1.0:
-            raise ValueError(f"after={after!r} is not allowed: give a share of training in [0, 1).")
+        if not 0.0 <= after <= 1.0:
+            raise ValueError(f"after={after!r} is not allowed: give a share of training in [0, 1].")
         if not isinstance(constraint, (DensityTarget, LossBudget, type(None))):
             raise ValueError(
                 f"constraint={constraint!r} is not allowed: give a DensityTarget, a LossBudget or None "

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import send_to_device
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq
 
 from common.batches import collated
 from common.blocks import collate, prepare, probe, read_splits, text_measures
+from common.folder import write_lines
 from common.pretrained import check_causal, check_encoder
-from common.run import Run
-from common.sentences import check_pooling, embed, pair_batch, read_text_pairs, retrieval, spearman
+from common.results import END, columns
+from common.sentences import (
+    add_contrast,
+    check_pooling,
+    cosine_distance,
+    embed,
+    pair_batch,
+    read_text_pairs,
+    retrieval,
+    spearman,
+)
 from common.seq2seq import bleu_and_chrf, encode_pairs, translate
-from common.training import count_labels, count_shifted_labels
 from hf_entmax.analysis.reading import tables
+from hf_entmax.integration.interface import CHILD
 
 _TEXT_QUALITY = "bleu chrf perplexity epsilon_perplexity"
 _TEXT_HEADS = (
@@ -40,6 +55,7 @@ class Kind:
         main: the measure that says most.
         quality: all measures of quality.
         heads: what `common.heads.head_statistics` says about it, for the tables.
+        keys: whether the rows say how many keys a query has.
     """
 
     name: str
@@ -51,6 +67,25 @@ class Kind:
     main: str
     quality: str = _TEXT_QUALITY
     heads: str = _TEXT_HEADS
+    keys: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Columns of the results."""
+        return columns(
+            "attention output_alpha seed model data schedule over distill_logits distill_attention density_target "
+            "loss_budget freeze_weights lora_rank lost",
+            self.quality,
+            " ".join(f"{name}_before" for name in self.quality.split()),
+            self.heads,
+            "keys" if self.keys else "",
+            END.replace("best_step ", ""),  # the last model is the one that is kept
+        )
+
+    @property
+    def curve(self) -> tuple[str, ...]:
+        """Columns of the evaluations."""
+        return columns("command stage step", self.quality, "alpha_mean alpha_min alpha_max pressure", self.heads)
 
 
 CAUSAL = Kind(
@@ -62,7 +97,7 @@ ENCODER_DECODER = Kind(
 SENTENCES = Kind(
     "encoder of sentences", AutoModel, check_encoder, "max_tokens", "FEATURE_EXTRACTION", "sentence-similarity", "spearman",
     quality="spearman pearson accuracy mrr",
-    heads="density density_encoder_self support_encoder_self js_encoder_self",
+    heads="density density_encoder_self support_encoder_self js_encoder_self", keys=True,
 )  # fmt: skip
 
 
@@ -77,16 +112,15 @@ def kind_of(settings: Any, config: Any) -> Kind:
 class Task:
     """What differs between the kinds: examples to train on, and measures of dev and test.
 
-    ``dev`` and ``test`` take a model that is neither wrapped nor prepared, ``test`` also a name for what it answers.
+    ``dev`` and ``test`` take a model that is not wrapped, ``test`` also the name of a file for what it answers.
     """
 
     examples: list[Any]
     collate: Callable[[list[Any]], Any]
-    length: Callable[[Any], int]
-    count: Callable[[dict[str, Any]], int]
     probe: list[dict[str, Any]]
     dev: Callable[[Any], dict[str, float]]
     test: Callable[[Any, str], dict[str, float]]
+    distance: Callable[..., torch.Tensor] | None = None
 
 
 def read_data(settings: Any, kind: Kind) -> Any:
@@ -116,15 +150,15 @@ def read_data(settings: Any, kind: Kind) -> Any:
     return {split: rows[: 64 if split == "train" else 8] for split, rows in pairs.items()} if settings.smoke else pairs
 
 
-def make_task(kind: Kind, settings: Any, data: Any, tokenizer: Any, run: Run, teacher: Any) -> Task:
+def make_task(kind: Kind, settings: Any, data: Any, tokenizer: Any, teacher: Any) -> Task:
     """The task of a model of this kind; ``teacher`` is the frozen softmax model."""
     if kind is CAUSAL:
-        return _text_task(settings, data, tokenizer, run)
+        return _text_task(settings, data, tokenizer)
     make = _sentence_task if kind is SENTENCES else _translation_task
-    return make(settings, data, tokenizer, run, teacher)
+    return make(settings, data, tokenizer, teacher)
 
 
-def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: Run) -> Task:
+def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any) -> Task:
     blocks, words = prepare(settings, lines, tokenizer)
 
     def measure(model: Any, split: str) -> dict[str, float]:
@@ -134,38 +168,34 @@ def _text_task(settings: Any, lines: dict[str, list[str]], tokenizer: Any, run: 
     return Task(
         blocks["train"],
         collate,
-        lambda block: len(block["input_ids"]),
-        count_shifted_labels,
         probe(blocks["dev"], settings.block),
         lambda model: measure(model, "dev"),
         lambda model, name: measure(model, "test"),
     )
 
 
-def _translation_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Run, teacher: Any) -> Task:
+def _translation_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teacher: Any) -> Task:
     collator = DataCollatorForSeq2Seq(tokenizer, model=teacher)
     examples = {split: encode_pairs(rows, tokenizer, settings.max_tokens)[0] for split, rows in pairs.items()}
     for split in ("train", "dev"):
         settings.require("max_tokens", bool(examples[split]), f"larger: every {split} pair is longer")
 
     def measure(model: Any, split: str, beams: int, name: str = "") -> dict[str, float]:
-        hypotheses = translate(model, pairs[split], tokenizer, run, settings.max_tokens, beams)
+        hypotheses = translate(model, pairs[split], tokenizer, settings.max_tokens, beams)
         if name:
-            run.write(f"hypotheses.{name}.txt", hypotheses)
+            write_lines(Path(settings.out) / f"hypotheses.{name}.txt", hypotheses)
         return bleu_and_chrf(hypotheses, pairs[split])
 
     return Task(
         examples["train"],
         lambda rows: dict(collator(rows)),
-        lambda example: len(example["input_ids"]) + len(example["labels"]),
-        count_labels,
-        collated(examples["dev"][:256], collator, 32, run.accelerator.device),
+        collated(examples["dev"][:256], collator, 32, teacher.device),
         lambda model: measure(model, "dev", 1),
         lambda model, name: measure(model, "test", settings.beams, name),
     )
 
 
-def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Run, teacher: Any) -> Task:
+def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teacher: Any) -> Task:
     """Pairs of texts: their similarities beside the softmax model's, and how well a text finds its partner among all."""
     for split in ("dev", "test"):
         settings.require(split, len(pairs[split]) > 1, "a file of two pairs or more, to tell them apart")
@@ -184,17 +214,78 @@ def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, run: Ru
         return {"spearman": spearman(both), "pearson": float(torch.corrcoef(both.double())[0, 1]), **retrieval(own)}
 
     def batch(rows: list[Any]) -> dict[str, torch.Tensor]:
-        return pair_batch(rows, tokenizer, settings.max_tokens) | {"labels": torch.arange(len(rows))}
+        ids = [text for text, _ in rows] + [partner for _, partner in rows]
+        return {**tokenizer.pad({"input_ids": ids}, return_tensors="pt"), "labels": torch.arange(len(rows))}
 
+    tokens = [
+        tokenizer(list(side), truncation=True, max_length=settings.max_tokens)["input_ids"]
+        for side in zip(*pairs["train"], strict=True)
+    ]
     looked_at = pairs["dev"][:64]
     starts = range(0, len(looked_at), 8)
-    probe = [pair_batch(looked_at[start : start + 8], tokenizer, settings.max_tokens) for start in starts]
+    shown = [pair_batch(looked_at[start : start + 8], tokenizer, settings.max_tokens) for start in starts]
     return Task(
-        pairs["train"],
+        list(zip(*tokens, strict=True)),
         batch,
-        lambda pair: len(pair[0]) + len(pair[1]),
-        count_labels,
-        send_to_device(probe, run.accelerator.device),
+        send_to_device(shown, teacher.device),
         lambda model: measure(model, "dev"),
         lambda model, name: measure(model, "test"),
+        cosine_distance,
     )
+
+
+def load(kind: Kind, settings: Any, *, teacher: bool = False) -> Any:
+    """A model to convert or its teacher: in full precision, whatever its checkpoint was stored in."""
+    model = kind.auto.from_pretrained(settings.model, dtype=torch.float32)
+    if getattr(model, "pooler", None) is not None:
+        model.pooler.requires_grad_(False)  # made for another task: the embedding is a mean over the tokens
+    if kind is SENTENCES:
+        add_contrast(model)
+    return model.eval().requires_grad_(False) if teacher else model
+
+
+def base_model(model: Any) -> Any:
+    """The Transformers model inside PEFT."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
+    """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    learned = any(f".{CHILD}." in name for name, _ in model.named_parameters())
+    options: dict[str, Any] = {"modules_to_save": [CHILD]} if learned else {}
+    options |= {"task_type": kind.adapters, "target_modules": "all-linear"}
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))
+
+
+def whole(model: Any) -> Any:
+    """A model as one process can use it; of one that FSDP2 has split a copy, on all processes at the same time."""
+    if not isinstance(model, FSDPModule):
+        return model
+    kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    state = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+    with torch.random.fork_rng():  # whoever starts a model anew draws random numbers
+        copy = kind(model.config)
+    copy.load_state_dict(state)
+    return copy.to(PartialState().device)
+
+
+def lost(before: dict[str, float], after: dict[str, float]) -> float:
+    """What a model has lost: BLEU points, percent of perplexity (with epsilon, which sparse outputs have too) or partners found, %.
+
+    Training on gains something by itself: what sparsity costs is the difference to the control's loss.
+    """
+    if "bleu" in before:
+        return before["bleu"] - after["bleu"]
+    if "accuracy" in before:
+        return 100 * (before["accuracy"] - after["accuracy"])
+    return 100 * (after["epsilon_perplexity"] / before["epsilon_perplexity"] - 1)
+
+
+def model_name(where: str) -> str:
+    """The run of a folder ``RUN/model``, any other folder by its own name, else the Hub id."""
+    if not Path(where).is_dir():
+        return where
+    folder = Path(os.path.abspath(where))  # not resolved: a link has the name it was given
+    return (folder.parent.name if folder.name == "model" else "") or folder.name

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import ModelOutput
 
 from hf_entmax.analysis.reading.tables import read_lists, read_pairs
 
@@ -61,8 +65,11 @@ def _tokens(texts: list[str], tokenizer: Any, longest: int) -> dict[str, Tensor]
 
 def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Mean over the tokens, of length 1: ``[rows, D]``."""
-    states = model(**batch).last_hidden_state
-    return F.normalize((states * batch["attention_mask"][..., None]).sum(1), dim=-1)
+    return _pooled(model(**batch).last_hidden_state, batch["attention_mask"])
+
+
+def _pooled(states: Tensor, mask: Tensor) -> Tensor:
+    return F.normalize((states * mask[..., None]).sum(1), dim=-1)
 
 
 @torch.no_grad()
@@ -86,6 +93,33 @@ def contrast(vectors: Tensor) -> Tensor:
     """InfoNCE of `pair_batch`: each text among the partners of its batch, nats per text."""
     texts, partners = vectors.chunk(2)
     return F.cross_entropy(SCALE * texts @ partners.T, torch.arange(len(texts), device=texts.device))
+
+
+@dataclasses.dataclass
+class SentenceOutput(ModelOutput):
+    """What an encoder says about pairs: InfoNCE (`contrast`) and, as logits, the embeddings ``[rows, D]``."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def add_contrast(model: Any) -> None:
+    """Let an encoder compute a loss as a model with a head does: of batches of pairs that have ``labels``."""
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = type(self).forward(self, *args, **kwargs)
+        if labels is None:
+            return output
+        vectors = _pooled(output.last_hidden_state, kwargs["attention_mask"])
+        return SentenceOutput(loss=contrast(vectors), logits=vectors)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def cosine_distance(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Tensor:
+    """How far the score of a text with itself falls, nats: ``SCALE (1 - cosine)``, mean over embeddings ``[rows, D]``."""
+    return SCALE * (1 - (student * teacher).sum(-1)).mean()
 
 
 def retrieval(similarities: Tensor) -> dict[str, float]:

@@ -9,7 +9,6 @@ import numpy as np
 import sacrebleu
 
 from common.batches import answers_of
-from common.run import Run
 
 Pairs = list[tuple[str, str]]
 
@@ -43,31 +42,29 @@ def decode(predictions: Any, tokenizer: Any) -> list[str]:
     )
 
 
-def generate(model: Any, sources: list[list[int]], tokenizer: Any, run: Run, size: int, **options: Any) -> list[str]:
+def generate(model: Any, sources: list[list[int]], tokenizer: Any, size: int, **options: Any) -> list[str]:
     """What ``generate()`` makes of token ids, in their order, on all processes.
 
     Args:
-        model: perhaps prepared for the processes.
+        model: not wrapped.
         sources: token ids of each text.
         tokenizer: decodes, without special tokens.
-        run: its processes share the work.
         size: texts in a batch.
         options: of ``generate()``.
     """
-    plain = run.accelerator.unwrap_model(model)
 
     def answer(part: list[list[int]]) -> list[str]:
-        inputs = tokenizer.pad({"input_ids": part}, return_tensors="pt").to(run.accelerator.device)
-        output = plain.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+        inputs = tokenizer.pad({"input_ids": part}, return_tensors="pt").to(model.device)
+        output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
         return tokenizer.batch_decode(output, skip_special_tokens=True)
 
     return answers_of(sources, answer, len, size)
 
 
-def translate(model: Any, pairs: Pairs, tokenizer: Any, run: Run, longest: int, beams: int) -> list[str]:
+def translate(model: Any, pairs: Pairs, tokenizer: Any, longest: int, beams: int) -> list[str]:
     """Translations of the sources, of at most ``longest`` tokens; sources that are longer are cut, none is left out."""
     sources = tokenizer([source for source, _ in pairs], truncation=True, max_length=longest)["input_ids"]
-    return generate(model, sources, tokenizer, run, 64, num_beams=beams, max_new_tokens=longest)
+    return generate(model, sources, tokenizer, 64, num_beams=beams, max_new_tokens=longest)
 
 
 def bleu_and_chrf(hypotheses: list[str], pairs: Pairs) -> dict[str, float]:

@@ -109,6 +109,11 @@ class Pace(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self.seconds, self.began = 0.0, 0.0
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on from the seconds of a checkpoint."""
+        if state.global_step and "Pace" in state.stateful_callbacks:
+            self.seconds = state.stateful_callbacks["Pace"]["attributes"]["seconds"]
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
         self.began = time.perf_counter()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import convert
 import language_modeling
 import translation
+from common.conversion_tasks import base_model, model_name
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import bleu_and_chrf
 from common.settings import parse
@@ -80,7 +81,9 @@ def result(folder):
 
 
 def log(folder):
-    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    """The losses and evaluations of a run."""
+    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [line for line in history if "loss" in line or "eval_density" in line]
 
 
 def rows(path):
@@ -158,19 +161,19 @@ def test_density_falls_to_its_target_and_alphas_learn(place, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lm", "mt"])
 def test_adapters_carry_alphas(place, tmp_path, kind):
-    pytest.importorskip("peft")
+    PeftModel = pytest.importorskip("peft").PeftModel
     convert.main(settings(place, tmp_path / "run", kind, epochs=3, lora_rank=2, over=0.3, alpha_lr=0.05))
     files = {path.name for path in (tmp_path / "run" / "model").iterdir()}
     assert "adapter_config.json" in files and "model.safetensors" not in files
     auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM
-    model = convert.load(auto, place / kind / "model", adapter=tmp_path / "run" / "model")
-    values = torch.cat([site.flatten() for site in alphas(convert.base_model(model)).values()])
+    model = PeftModel.from_pretrained(auto.from_pretrained(place / kind / "model"), tmp_path / "run" / "model")
+    values = torch.cat([site.flatten() for site in alphas(base_model(model)).values()])
     last = rows(tmp_path / "run" / "curve.csv")[-1]
     assert values.mean().item() == pytest.approx(float(last["alpha_mean"]), abs=1e-5)
     assert values.std() > 1e-4 and 1.1 < values.mean() < 1.9
     # Nothing of the base was trained.
     base = auto.from_pretrained(place / kind / "model").state_dict()
-    held = convert.base_model(model).state_dict()
+    held = base_model(model).state_dict()
     names = [name for name in base if name in held]
     assert len(names) > 5 and all(torch.equal(base[name], held[name]) for name in names)
 
@@ -219,7 +222,7 @@ def test_wrong_values_name_the_setting(place, tmp_path):
         ({"lora_rank": 2, "freeze_weights": True}, "freeze_weights=True .*adapters are weights"),
         ({"over": 0.0}, r"over=0\.0"),
         ({"start": 0.5}, r"start=0\.5"),
-        ({"task_weight": 0.0}, "task_weight=0.0 .*nothing is distilled"),
+        ({"task_weight": 0.0}, "task_weight=0 .*nothing is distilled"),
         ({"patience": 2}, "keeps its last model"),
         ({"attention": "sparsegen_lin"}, "needs an alpha; .*'sparsegen_lin' has none. Use abrupt"),
         ({"alpha_init": "1.2"}, "--release says where"),
@@ -267,7 +270,7 @@ def test_half_precision_checkpoints_are_converted_in_full_precision(place, tmp_p
     folder = tmp_path / "half"
     auto.from_pretrained(place / kind / "model", dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(place / kind / "model").save_pretrained(folder)
-    assert auto.from_pretrained(folder).dtype == torch.bfloat16 and convert.load(auto, folder).dtype == torch.float32
+    assert auto.from_pretrained(folder).dtype == torch.bfloat16
     convert.main(dataclasses.replace(settings(place, tmp_path / "run", kind, smoke=True), model=str(folder)))
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float32"
     assert result(tmp_path / "run")["model"] == "half"
@@ -276,8 +279,8 @@ def test_half_precision_checkpoints_are_converted_in_full_precision(place, tmp_p
 def test_what_a_model_is_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
-    assert convert.model_name("models/mine") == convert.model_name("models/mine/") == "mine"
-    assert convert.model_name("openai-community/gpt2") == "openai-community/gpt2"
+    assert model_name("models/mine") == model_name("models/mine/") == "mine"
+    assert model_name("openai-community/gpt2") == "openai-community/gpt2"
     books = sorted((RECIPES / "lab" / "results").glob("convert_??.csv"))
     known = [row for book in books for row in rows(book)]
     assert len(known) > 5
@@ -285,9 +288,9 @@ def test_what_a_model_is_called(tmp_path, monkeypatch):
         words = shlex.split(row["command"])
         folder = words[words.index("--model") + 1]
         Path(folder).mkdir(parents=True, exist_ok=True)
-        assert convert.model_name(folder) == row["model"]
+        assert model_name(folder) == row["model"]
     monkeypatch.chdir(folder)
-    assert convert.model_name(".") == row["model"]
+    assert model_name(".") == row["model"]
 
 
 def test_every_conversion_has_its_curve_beside_the_results(place, tmp_path, monkeypatch):
@@ -322,38 +325,44 @@ def test_a_curve_that_cannot_be_written_is_said_before_training(place, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-# The recipe, killed with SIGKILL after it has logged a step.
+# The recipe, killed with SIGKILL after a step.
 DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {recipes!r})
 import convert
-from common.run import Run
-log = Run.log
-def log_and_die(self, step, **values):
-    log(self, step, **values)
-    if step == {step} and "loss" in values:
+from common.trainer import Pace
+end = Pace.on_step_end
+def end_and_die(self, args, state, control, **kwargs):
+    if state.global_step == {step}:
         os.kill(os.getpid(), signal.SIGKILL)
-Run.log = log_and_die
+    end(self, args, state, control, **kwargs)
+Pace.on_step_end = end_and_die
 convert.main(convert.parse(convert.Settings, convert.__doc__))
 """
 
 
-@pytest.mark.slow
-def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
+def kill_and_resume(whole, folder):
+    """Run a conversion in ``whole.out``, and once more in another folder, killed after step 11 and resumed."""
     torch.set_num_threads(1)
-    given = {**EVERYTHING, "over": 0.4, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5}
-    whole = settings(place, tmp_path / "whole", **given)
     convert.main(whole)
     AcceleratorState._reset_state(reset_partial_state=True)
-    killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
-    words = [w for name, value in dataclasses.asdict(killed).items() if value for w in (f"--{name}", str(value))]
-    driver = DRIVER.format(recipes=str(RECIPES), step=11)
-    ended = fresh.run(driver, *words, environment={"OMP_NUM_THREADS": "1"})
+    killed = dataclasses.replace(whole, out=str(folder))
+    given = {name: value for name, value in dataclasses.asdict(killed).items() if value not in (None, "", [])}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    ended = fresh.run(DRIVER.format(recipes=str(RECIPES), step=11), *words, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     convert.main(dataclasses.replace(killed, resume=True))
-    assert len([line for line in log(tmp_path / "whole") if "loss" in line]) > 11
-    assert any(line.get("dev_pressure", 0) > 0 for line in log(tmp_path / "whole"))
-    assert log(tmp_path / "killed") == log(tmp_path / "whole")
+    assert log(folder) == log(whole.out) and len(log(folder)) > 11
+    weights = [Path(place, "model", "model.safetensors").read_bytes() for place in (folder, whole.out)]
+    points = [[{**row, "command": ""} for row in rows(Path(place, "curve.csv"))] for place in (folder, whole.out)]
+    assert weights[0] == weights[1] and points[0] == points[1]
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
+    given = {**EVERYTHING, "over": 0.4, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5, "log_steps": 1}
+    kill_and_resume(settings(place, tmp_path / "whole", **given), tmp_path / "killed")
+    assert any(line.get("eval_pressure", 0) > 0 for line in log(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("file", ["convert_wikitext2.yaml", "convert_multi30k.yaml"])

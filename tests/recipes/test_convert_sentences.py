@@ -4,18 +4,17 @@ import csv
 import dataclasses
 import json
 import math
-import signal
 
-import fresh
 import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
 from accelerate.state import AcceleratorState
 from test_calibrate import _folder, _texts
-from test_convert import DRIVER, RECIPES
+from test_convert import RECIPES, kill_and_resume
 
 import convert
+from common.conversion_tasks import base_model
 from common.sentences import embed, retrieval, spearman
 from common.settings import parse
 from hf_entmax import alphas, is_patched
@@ -70,10 +69,12 @@ def test_a_row_says_what_became_of_the_embeddings(place, tmp_path, changes):
     convert.main(settings(place, tmp_path / "run", results=str(tmp_path / "r.csv"), evaluate_every=2, **changes))
     (row,) = rows(tmp_path / "r.csv")
     points = rows(tmp_path / "r_curve.csv")
-    before = convert.load(tf.AutoModel, place / "encoder").eval()
+    before = tf.AutoModel.from_pretrained(place / "encoder").eval()
     folder = tmp_path / "run" / "model"
-    after = convert.load(tf.AutoModel, *([place / "encoder", folder] if "lora_rank" in changes else [folder]))
-    after = convert.base_model(after).eval()
+    after = tf.AutoModel.from_pretrained(place / "encoder" if "lora_rank" in changes else folder)
+    if "lora_rank" in changes:
+        after = pytest.importorskip("peft").PeftModel.from_pretrained(after, folder)
+    after = base_model(after).eval()
     assert is_patched(after) == (changes.get("attention") != "softmax")
     tokenizer = tf.AutoTokenizer.from_pretrained(place / "encoder")
     lines = [json.loads(line) for line in (place / "test.jsonl").read_text().splitlines()]
@@ -96,7 +97,7 @@ def test_a_row_says_what_became_of_the_embeddings(place, tmp_path, changes):
     if is_patched(after):
         assert 0 < float(row["density"]) < 1 and float(row["support_encoder_self"]) < float(row["keys"])
         values = torch.cat([site.flatten() for site in alphas(after).values()])
-        assert values.mean().item() == pytest.approx(float(points[-1]["alpha_mean"]), abs=1e-5) and values.std() > 1e-4
+        assert values.mean().item() == pytest.approx(float(points[-1]["alpha_mean"]), abs=1e-5) and values.std() > 1e-5
     else:
         assert row["density"] == "1.0"
 
@@ -174,19 +175,8 @@ def test_what_cannot_be_converted_is_said_before_training(place, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
-    torch.set_num_threads(1)
-    options = {**BUDGET, "loss_budget": 0.2, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5}
-    whole = settings(place, tmp_path / "whole", **options)
-    convert.main(whole)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    killed = dataclasses.replace(whole, out=str(tmp_path / "killed"))
-    given = {name: value for name, value in dataclasses.asdict(killed).items() if value not in (None, "", [])}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    ended = fresh.run(DRIVER.format(recipes=str(RECIPES), step=11), *words, environment={"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    convert.main(dataclasses.replace(killed, resume=True))
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "killed")]
-    assert logs[0] == logs[1] and len(logs[0]) > 16
+    options = {**BUDGET, "loss_budget": 0.2, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5, "log_steps": 1}
+    kill_and_resume(settings(place, tmp_path / "whole", **options), tmp_path / "killed")
 
 
 def test_the_configuration_is_right():

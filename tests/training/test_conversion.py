@@ -154,7 +154,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
         (dict(reference=1.0, distill_logits=1.0), "to distil give 'softmax' or a model"),
         (dict(temperature=0.0), "temperature=0.0"),
         (dict(attention_loss="l1"), "attention_loss='l1'"),
-        (dict(after=1.0), "after=1.0"),
+        (dict(after=1.5), "after=1.5"),
     ],
 )
 def test_what_it_cannot_be_told(options, words):
