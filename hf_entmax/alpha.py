@@ -24,7 +24,7 @@ class LearnedNumbers(nn.Module):
         self.keep_float32 = keep_float32
 
     def new_parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter to be filled by ``reset_parameters``."""
+        """Make a parameter to be filled by ``reset_parameters``."""
         # A dtype only where float32 is promised: otherwise the default dtype of the surrounding model counts.
         return nn.Parameter(torch.empty(*shape, dtype=torch.float32 if self.keep_float32 else None))
 
@@ -33,7 +33,7 @@ class LearnedNumbers(nn.Module):
         raise NotImplementedError
 
     def check_loaded(self, name: str, values: Tensor) -> None:
-        """Refuse a number that is infinite or not a number: it would run as a bound, or as NaN, and never learn.
+        """Refuse a raw number that is infinite or NaN: it would run as a bound, or as NaN, and never learn.
 
         Args:
             name: its key in the checkpoint, for the message.
@@ -106,7 +106,7 @@ class LearnedAlpha(LearnedNumbers):
                 self.a.fill_(math.log(share) - math.log1p(-share))
 
     def forward(self) -> Tensor:
-        """The values, float32 ``[num_heads]``."""
+        """Return the values, float32 ``[num_heads]``."""
         lo, hi = self.bounds
         return (lo + (hi - lo) * torch.sigmoid(self.a.float())).expand(self.num_heads)
 
@@ -142,7 +142,7 @@ class FixedAlpha(nn.Module):
         self.value = float(value)
 
     def forward(self) -> float:
-        """The value itself."""
+        """Return the value."""
         return self.value
 
     def set_(self, value: float) -> None:
@@ -179,7 +179,7 @@ class TiedAlpha(nn.Module):
         return self.owner.bounds
 
     def forward(self) -> Tensor:
-        """The shared value, float32 ``[num_heads]``."""
+        """Return the shared value, float32 ``[num_heads]``."""
         return self.owner()[:1].expand(self.num_heads)
 
     def set_(self, values: Tensor | float) -> None:
@@ -203,5 +203,5 @@ class MappingOptions(nn.Module):
         self.options = nn.ModuleDict(options)
 
     def forward(self) -> dict[str, Tensor | float]:
-        """Option name -> value."""
+        """Return the value of each option, by name."""
         return {name: module() for name, module in self.options.items()}

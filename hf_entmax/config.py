@@ -150,7 +150,7 @@ class EntmaxConfig:
             )
 
     def _reject_options_without_effect(self) -> None:
-        """An option that something else switches off is an error, not ignored."""
+        """Refuse an option that something else switches off."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         scaling = ("length_scaling_init", "length_scaling_heads")
         if self.length_scaling == "none":
@@ -186,7 +186,7 @@ class EntmaxConfig:
             raise ValueError(f"{idle} would have no effect: {why}. Leave {'them' if len(idle) > 1 else 'it'} out.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, ready for JSON, with the schema version and the version of hf_entmax that wrote it."""
+        """Return plain types only, ready for JSON, with the schema version and the version of hf_entmax that wrote it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
         return {"schema_version": SCHEMA_VERSION, "hf_entmax_version": __version__, **plain}
@@ -228,7 +228,7 @@ class EntmaxConfig:
         return cls(**data)
 
     def replace(self, **changes: Any) -> EntmaxConfig:
-        """A copy with some fields changed, validated again."""
+        """Return a copy with some fields changed, validated again."""
         _reject_unknown(changes)
         return dataclasses.replace(self, **changes)
 
@@ -272,7 +272,7 @@ def alpha_error(
 
 
 def config_from(config: EntmaxConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> EntmaxConfig:
-    """The configuration from what ``patch_model`` was given: a config, a plain dict of fields, keywords, or nothing."""
+    """Make the configuration from what ``patch_model`` was given: a config, a plain dict of fields, keywords, or nothing."""
     _reject_unknown(overrides)
     if config is None:
         return EntmaxConfig(**overrides)

@@ -49,7 +49,7 @@ class LengthScaling(LearnedNumbers):
         self.init = init
 
     def forward(self, keys: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """The factor of the scores, float32.
+        """Return the factor of the scores, float32.
 
         Args:
             keys: how many keys each query may see, broadcastable to ``[B, H, T_q]``.
@@ -69,7 +69,7 @@ class LengthScaling(LearnedNumbers):
         return factor
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
-        """The term of the factor that is learned, for the scaled heads alone."""
+        """Return the learned term of the factor, for the scaled heads alone."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -116,7 +116,7 @@ class ConstantScaling(_NumberPerHead):
             self.s.copy_(factor.expand(self.num_heads)[self.heads] - 1)
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
-        """``s``."""
+        """Return ``s``."""
         return self.s.float()[None, :, None]
 
 
@@ -132,7 +132,7 @@ class LogScaling(_NumberPerHead):
     starts: ClassVar = {"identity": 0.0, "paper": 1.0}
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
-        """``s * log(n)``."""
+        """Return ``s * log(n)``."""
         return self.s.float()[:, None] * keys.log()
 
 
@@ -178,7 +178,7 @@ class AdaptiveScaling(LengthScaling):
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
     def term(self, keys: Tensor, hidden: Tensor | None) -> Tensor:
-        """``beta * log(n + 1) ** gamma``."""
+        """Return ``beta * log(n + 1) ** gamma``."""
         if hidden is None or hidden.shape[-1] != self.beta_weight.shape[1]:
             raise ValueError(
                 f"Adaptive length scaling needs hidden states [B, T_q, {self.beta_weight.shape[1]}], not "

@@ -15,14 +15,14 @@ BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """The blocks in which the rows of ``logits`` ``[N, V]`` are worked on."""
+    """Yield the blocks in which the rows of ``logits`` ``[N, V]`` are worked on."""
     rows, length = logits.shape
     size = max(1, BLOCK_ELEMENTS.get(logits.device.type, 1 << 24) // max(length, 1))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def alpha_minus_one(number: float | None, alpha: Tensor | None, block: slice, dtype: torch.dtype) -> float | Tensor:
-    """``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
+    """Return ``u`` of a block of rows: a float where all rows have the same ``number``, else ``[n, 1]``."""
     if number is not None:
         return number - 1.0
     return (alpha[block].to(dtype) - 1.0)[:, None]  # type: ignore[index]
@@ -54,7 +54,7 @@ class BatchLosses:
         alpha: Tensor | None,
         smoothing: float,
     ) -> Iterator[tuple[slice, RowLosses]]:
-        """Solve the rows; yields every block with its solution, of which only the attributes above are remembered.
+        """Solve the rows; yield every block with its solution, of which only the attributes above are remembered.
 
         The rows ``logits`` ``[N, V]`` have class indices ``[N]`` or distributions ``[N, V]`` as ``target``; where ``keep``
         ``[N]`` is False they are ignored. Alpha is one ``number`` or, where that is None, ``alpha`` ``[N]``.

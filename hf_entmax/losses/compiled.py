@@ -21,7 +21,7 @@ from hf_entmax.ops.solve import compute_dtype, exact_dtype
 def _prepared(
     logits: Tensor, labels: Tensor, alpha: Tensor | None, number: float, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, float | None, Tensor | None]:
-    """Targets, rows to keep, and alpha as a number or one per row."""
+    """Return targets, rows to keep, and alpha as a number or one per row."""
     shape, classes = logits.shape[:1], logits.shape[1]
     target, keep = check_labels(labels, shape, classes, ignore_index)
     one, per_row = (number, None) if alpha is None else check_alpha(alpha, shape)
@@ -35,7 +35,7 @@ def _prepared(
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def entmax_losses(logits, labels, alpha, number, ignore_index, smoothing, slope):
-    """Losses of all rows ``[N, V]``, as :func:`hf_entmax.losses.entmax_loss` defines them.
+    """Return the losses of all rows ``[N, V]``, as :func:`hf_entmax.losses.entmax_loss` defines them.
 
     Alpha is ``[1]`` or ``[N]``, or None for one ``number``; ``slope`` says whether derivatives in it are wanted.
 
@@ -69,7 +69,7 @@ def _(logits, labels, alpha, number, ignore_index, smoothing, slope):
     " Tensor solved, Tensor dead) -> Tensor",
 )
 def entmax_loss_gradient(grad, logits, labels, alpha, number, ignore_index, smoothing, solved, dead):
-    """``grad (p - q)`` ``[N, V]``; arguments and results of :func:`entmax_losses`."""
+    """Return ``grad (p - q)`` ``[N, V]``, given arguments and results of :func:`entmax_losses`."""
     target, _, one, per_row = _prepared(logits, labels, alpha, number, ignore_index)
     weight = grad.masked_fill(dead, 0.0)[:, None].to(compute_dtype(logits.dtype))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -49,7 +49,7 @@ class RowLosses:
 
 
 def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
-    r"""Tsallis entropy along the last dimension, Shannon's (in nats) at ``alpha = 1``.
+    r"""Return the Tsallis entropy along the last dimension, Shannon's (in nats) at ``alpha = 1``.
 
         H(p) = sum_j (p_j - p_j^alpha) / (alpha (alpha - 1)) = -sum_j p_j expm1(u log p_j) / (u (1 + u))
 
@@ -63,12 +63,12 @@ def tsallis_entropy(probs: Tensor, u: float | Tensor) -> Tensor:
 
 
 def tsallis_entropy_slope(probs: Tensor, u: float | Tensor) -> Tensor:
-    """The derivative of :func:`tsallis_entropy` in ``alpha`` at fixed ``probs``, ``[...]``, stable at ``u = 0``."""
+    """Return the derivative of :func:`tsallis_entropy` in ``alpha`` at fixed ``probs``, ``[...]``, stable at ``u = 0``."""
     return _entropy_slope_terms(probs, u).sum(-1)
 
 
 def _entropy_slope_terms(probs: Tensor, u: float | Tensor) -> Tensor:
-    """What each probability adds to :func:`tsallis_entropy_slope`."""
+    """Return what each probability adds to :func:`tsallis_entropy_slope`."""
     log_probs = _log_or_zero(probs)
     x = u * log_probs
     near = x.abs() < 0.5
@@ -83,7 +83,7 @@ def _entropy_slope_terms(probs: Tensor, u: float | Tensor) -> Tensor:
 
 
 def _entropy_slopes(solution: RowSolution, u: float | Tensor) -> Tensor:
-    """:func:`tsallis_entropy_slope` of solved rows, ``[n]``."""
+    """Return the :func:`tsallis_entropy_slope` of solved rows, ``[n]``."""
     if solution.rows is None:
         return tsallis_entropy_slope(solution.probs, u)
     each = u[solution.rows, 0] if isinstance(u, Tensor) else u
@@ -100,7 +100,7 @@ def row_losses(
     smoothing: float = 0.0,
     need_alpha_slope: bool = False,
 ) -> RowLosses:
-    """Fenchel-Young losses ``(p - q).z + H(p) - H(q)`` of the rows ``scores`` ``[n, V]``.
+    """Compute the Fenchel-Young losses ``(p - q).z + H(p) - H(q)`` of the rows ``scores`` ``[n, V]``.
 
     ``target`` are class indices int64 ``[n]`` (anything where ``keep``, bool ``[n]``, is False) or distributions ``[n, V]``, of
     whose mass the share ``smoothing`` is spread evenly over all classes; ``u`` is a float or ``[n, 1]``.
@@ -145,7 +145,7 @@ def row_losses(
 
 
 def sparse_residual(result: RowLosses, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``p - q`` of class indices int64 ``[n]``, away from the columns where it is ``-smoothing / V``.
+    """Return ``p - q`` of class indices int64 ``[n]``, away from the columns where it is ``-smoothing / V``.
 
     The solution must be sparse (``solution.rows``). Returns row, column and value of the entries, ``[nnz]`` each, in no
     particular order.
@@ -192,7 +192,7 @@ def dense_residual(
 
 
 def subtract_target_(probs: Tensor, target: Tensor, weight: Tensor, dead: Tensor, smoothing: float) -> Tensor:
-    """``weight (p - q)`` from ``weight p``, in place; arguments as for :func:`dense_residual`."""
+    """Turn ``weight p`` into ``weight (p - q)`` in place; arguments are those of :func:`dense_residual`."""
     if smoothing:
         probs.sub_(weight * (smoothing / probs.shape[-1]))
     if target.dim() == 1:
@@ -208,7 +208,7 @@ def subtract_target_(probs: Tensor, target: Tensor, weight: Tensor, dead: Tensor
 def _smoothed_entropy(
     rows: int, length: int, smoothing: float, u: float | Tensor, like: Tensor, need_slope: bool
 ) -> tuple[Tensor | float, Tensor | None]:
-    """Entropy (and its slope in alpha) of a smoothed label: one large probability, ``length - 1`` equal small ones."""
+    """Return the entropy of a smoothed label and its slope in alpha: one large probability, ``length - 1`` equal small ones."""
     if not smoothing:
         return 0.0, None
     small = smoothing / length
@@ -223,7 +223,7 @@ def _log_or_zero(probs: Tensor) -> Tensor:
 
 
 def _expm1_ratio(log_probs: Tensor, u: float | Tensor) -> Tensor:
-    """``expm1(u l) / u``, which is ``l`` at ``u = 0``."""
+    """Return ``expm1(u l) / u``, which is ``l`` at ``u = 0``."""
     if isinstance(u, Tensor):
         safe = torch.where(u == 0, 1.0, u)
         return torch.where(u == 0, log_probs, torch.expm1(safe * log_probs) / safe)

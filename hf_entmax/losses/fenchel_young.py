@@ -16,7 +16,7 @@ from hf_entmax.ops.solve import compute_dtype
 
 
 class EntmaxLossFunction(torch.autograd.Function):
-    """Losses of all rows. Keeps ``p - q`` on its support, or, for rows that are not sparse, only their thresholds."""
+    """The losses of all rows. It keeps ``p - q`` on its support, or, for rows that are not sparse, only their thresholds."""
 
     @staticmethod
     def forward(
@@ -28,7 +28,7 @@ class EntmaxLossFunction(torch.autograd.Function):
         number: float | None,
         smoothing: float,
     ) -> Tensor:
-        """``logits`` ``[N, V]``, ``target`` ``[N]`` or ``[N, V]``, ``alpha`` ``[N]`` or a scalar with its ``number``."""
+        """Take ``logits`` ``[N, V]``, ``target`` ``[N]`` or ``[N, V]``, ``alpha`` ``[N]`` or a scalar with its ``number``."""
         length = logits.shape[1]
         batch = BatchLosses(logits, need_slope=ctx.needs_input_grad[3])
         dense: list[slice] = []
@@ -53,7 +53,7 @@ class EntmaxLossFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """``g (p - q)`` for the logits, ``g dH/dalpha`` for alpha."""
+        """Return ``g (p - q)`` for the logits and ``g dH/dalpha`` for alpha."""
         grad = grad_outputs[0]
         dead, slopes, places, values, logits, target, solved, alpha = ctx.saved_tensors
         grad_logits = grad_alpha = None
@@ -84,7 +84,7 @@ class EntmaxLossFunction(torch.autograd.Function):
 def reduce_losses(
     losses: Tensor, keep: Tensor | None, reduction: Reduction, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Sum, mean over the rows kept (0 where there is none), or the losses in the shape of the rows."""
+    """Return the sum, the mean over the rows kept (0 where there is none), or the losses in the shape of the rows."""
     if reduction == "none":
         return losses.reshape(shape).to(dtype)
     total = losses.sum()
@@ -102,7 +102,7 @@ def entmax_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""The Fenchel-Young loss of alpha-entmax: cross-entropy at ``alpha = 1``, the sparsemax loss at ``alpha = 2``.
+    r"""Compute the Fenchel-Young loss of alpha-entmax: cross-entropy at ``alpha = 1``, the sparsemax loss at ``alpha = 2``.
 
         L(z, q) = (p - q).z + H(p) - H(q),     p = entmax(z),     H(p) = sum_j (p_j - p_j^alpha) / (alpha (alpha - 1))
 
@@ -175,7 +175,7 @@ def entmax_loss(
 def _compiled_losses(
     logits: Tensor, labels: Tensor, alpha: float | Tensor, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses of all rows as one operator of a compiled graph, and the rows to keep. Values are checked when it runs."""
+    """Compute the losses of all rows by one operator of a compiled graph, and the rows to keep. Values are checked when it runs."""
     shape, classes = logits.shape[:-1], logits.shape[-1]
     check_shapes(labels, shape, classes)
     number, flat_alpha = 0.0, None
@@ -201,7 +201,7 @@ def entmax15_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""The 1.5-entmax loss, :func:`entmax_loss` at ``alpha = 1.5``.
+    r"""Compute the 1.5-entmax loss, :func:`entmax_loss` at ``alpha = 1.5``.
 
         L(z, y) = (p - e_y).z + (4/3) sum_j (p_j - p_j^1.5),     p = 1.5-entmax(z)
 
@@ -223,7 +223,7 @@ def sparsemax_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""The sparsemax loss, :func:`entmax_loss` at ``alpha = 2``.
+    r"""Compute the sparsemax loss, :func:`entmax_loss` at ``alpha = 2``.
 
         L(z, y) = (p - e_y).z + (1 - ||p||^2) / 2,     p = sparsemax(z)
 
@@ -262,7 +262,7 @@ class EntmaxLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of ``logits`` ``[..., V]`` against ``labels``, see :func:`entmax_loss`."""
+        """Return the loss of ``logits`` ``[..., V]`` against ``labels``, see :func:`entmax_loss`."""
         return entmax_loss(
             logits,
             labels,
@@ -273,7 +273,7 @@ class EntmaxLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options, as written in the constructor."""
+        """Show the options."""
         alpha = "tensor" if isinstance(self.alpha, Tensor) else self.alpha
         return (
             f"alpha={alpha}, ignore_index={self.ignore_index}, reduction={self.reduction!r}, "

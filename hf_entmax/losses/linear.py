@@ -106,7 +106,7 @@ class _Gradients:
         self.mass_total += weight.sum()
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients, in the dtype of what they are gradients of."""
+        """Return the gradients, in the dtype of what they are gradients of."""
         dtype = self.layer.weight.dtype
         if self.layer.smoothing:
             if self.weight is not None:
@@ -140,7 +140,7 @@ class LinearEntmaxLossFunction(torch.autograd.Function):
         chunk: int,
         scale: Tensor | None,
     ) -> Tensor:
-        """``hidden`` ``[N, D]``, ``weight`` ``[V, D]``, ``target`` ``[N]`` or ``[N, V]``: rows to keep only."""
+        """Take ``hidden`` ``[N, D]``, ``weight`` ``[V, D]``, ``target`` ``[N]`` or ``[N, V]``: rows to keep only."""
         rows = hidden.shape[0]
         needs, need_slope = ctx.needs_input_grad[:3], ctx.needs_input_grad[4]
         losses = torch.empty(rows, dtype=exact_dtype(hidden), device=hidden.device)
@@ -215,7 +215,7 @@ def linear_entmax_loss(
     softcap: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""The entmax loss of a linear output layer, computed in chunks of rows so that the logits never exist as a whole.
+    r"""Compute the entmax loss of a linear output layer in chunks of rows, so that the logits never exist as a whole.
 
         L(z, q) = (p - q).z + H(p) - H(q),     z = W h + b     (z <- softcap * tanh(z / softcap), if given)
 

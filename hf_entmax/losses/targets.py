@@ -32,7 +32,7 @@ def check_options(reduction: str, label_smoothing: float) -> None:
 
 
 def check_alpha(alpha: float | Tensor, row_shape: torch.Size) -> tuple[float | None, Tensor | None]:
-    """Alpha as ``(number, None)``, or ``(None, tensor)`` of one per row, broadcast to ``row_shape`` (differentiably).
+    """Return alpha as ``(number, None)``, or ``(None, tensor)`` of one per row, broadcast to ``row_shape`` (differentiably).
 
     Raises:
         ValueError: if alpha is below 1, not finite, or cannot be broadcast to the rows.
@@ -81,7 +81,7 @@ def check_labels(
 
 
 def check_shapes(labels: Tensor, row_shape: torch.Size, classes: int) -> None:
-    """What can be said of labels without looking at their values; see :func:`check_labels`.
+    """Check what can be said of labels without looking at their values; see :func:`check_labels`.
 
     Raises:
         ValueError: for a wrong shape, or distributions that want a gradient.

@@ -94,7 +94,7 @@ def attend(
     options: AttentionOptions,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    """`entmax_attention` with its keyword arguments in a record, which may have a sink; weights are those of the keys alone."""
+    """Call `entmax_attention` with its keyword arguments in a record, which may have a sink; weights are those of the keys alone."""
     options.check(query, key, value)
     alpha, keys = head_alpha(alpha, query.shape[1]), key.shape[2]
     key, value, options = append_sink(query, key, value, options)
@@ -104,7 +104,7 @@ def attend(
 
 
 def of_keys(weights: Tensor | SparseRows | None, keys: int) -> Tensor | SparseRows | None:
-    """Weights without those of a sink behind the keys."""
+    """Return the weights without those of a sink behind the keys."""
     if weights is None or weights.shape[3] == keys:
         return weights
     return weights.first_keys(keys) if isinstance(weights, SparseRows) else weights[..., :keys]

@@ -89,7 +89,7 @@ def kernel_package(name: str) -> ModuleType | str:
 
 
 def _checked(name: str, module: ModuleType) -> str | None:
-    """Why a kernel is not to be used on a kind of processor that it was never tried on: it is looked at once."""
+    """Check a kernel once on a kind of processor that it was never tried on; return why it is not to be used, or None."""
     if name != "numba" or self_check.tried_here():
         return None
     fault = self_check.fault(module, torch.device("cpu"))
@@ -148,7 +148,7 @@ _fault_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def kernel_module(
     name: str, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> ModuleType | None:
-    """The package of fused kernels for a call of `entmax_attention`, or None for the dense path.
+    """Return the package of fused kernels for a call of `entmax_attention`, or None for the dense path.
 
     ``name`` is one of `BACKENDS`; for ``"auto"`` device and dtype of the query decide.
 
@@ -180,12 +180,12 @@ def kernel_module(
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether this is a tensor of PyTorch's own, and nothing takes its operations over: a kernel may read its memory."""
+    """Tell whether a kernel may read this tensor's memory: it is PyTorch's own, and nothing takes its operations over."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and not _len_torch_dispatch_stack()
 
 
 def row_kernel(scores: Tensor) -> ModuleType | None:
-    """The module of fused kernels for independent rows of scores ``[n, V]``, or None where there is none for them.
+    """Return the module of fused kernels for independent rows of scores ``[n, V]``, or None where there is none for them.
 
     There is none on other devices, for float64 and in a graph being traced.
 

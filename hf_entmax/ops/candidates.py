@@ -38,7 +38,7 @@ DENSE_SHARE = 0.2
 
 
 def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
-    """Entmax of each row, as the few entries that are not zero where there are few.
+    """Map each row by entmax to the entries that are not zero, where these are few.
 
     Args:
         scores: ``[n, V]`` with ``V >= 1``, floating point; ``-inf`` marks impossible entries. Computed in float32,
@@ -80,7 +80,7 @@ def solve_rows(scores: Tensor, u: float | Tensor) -> RowSolution:
 def dense_probs(
     scores: Tensor, maximum: Tensor, shift: Tensor, scale: Tensor, u: float | Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """All probabilities ``[n, V]`` of rows that were solved before, in one pass.
+    """Return all probabilities ``[n, V]`` of rows that were solved before, in one pass.
 
     ``maximum``, ``shift`` and ``scale`` ``[n, 1]`` are the solution's; the scale may hold whatever else the probabilities are to
     be multiplied by. ``out`` is of the computing dtype, allocated by default.
@@ -102,7 +102,7 @@ def dense_probs(
 
 
 def _kernel(scores: Tensor, u: float | Tensor) -> ModuleType | None:
-    """The fused kernels that take these rows, or None."""
+    """Return the fused kernels that take these rows, or None."""
     if not isinstance(u, Tensor) and u == 0:
         return None  # nothing has to be searched
     kernel = row_kernel(scores)
@@ -110,7 +110,7 @@ def _kernel(scores: Tensor, u: float | Tensor) -> ModuleType | None:
 
 
 def _bounds(scores: Tensor, maximum: Tensor, u: float | Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of the rows, their maxima, and a lower bound on the values with mass; all but the blocks centred."""
+    """Return blocks of the rows, their maxima, and a lower bound on the values with mass; all but the blocks are centred."""
     length = scores.shape[-1]
     blocks = scores[:, : length // block * block].unflatten(1, (-1, block))
     block_max = blocks.amax(-1).to(maximum.dtype) - maximum
@@ -125,7 +125,7 @@ def _bounds(scores: Tensor, maximum: Tensor, u: float | Tensor, block: int) -> t
 
 
 def _find_candidates(scores: Tensor, maximum: Tensor, u: float | Tensor, block: int) -> tuple[Tensor, Tensor] | None:
-    """Columns and centred values ``[n, K]`` of all entries that may have mass; None where they are too many."""
+    """Return columns and centred values ``[n, K]`` of all entries that may have mass; None where there are too many."""
     rows, length = scores.shape
     blocks, block_max, threshold = _bounds(scores, maximum, u, block)
     limit = DENSE_SHARE * rows * length
@@ -153,7 +153,7 @@ def _find_candidates(scores: Tensor, maximum: Tensor, u: float | Tensor, block: 
 
 
 def _pack(row: Tensor, column: Tensor, value: Tensor, rows: int, limit: float) -> tuple[Tensor, Tensor] | None:
-    """Entries sorted by row, as two rectangles ``[rows, K]``; None if these would hold more than ``limit`` entries."""
+    """Lay entries sorted by row out as two rectangles ``[rows, K]``; None if these would hold more than ``limit`` entries."""
     count = torch.bincount(row, minlength=rows)
     widest = max(int(count.max()), 1)
     if widest * rows > limit:

@@ -29,7 +29,7 @@ SLACK = 1e-6
 
 
 def support_temperature(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    r"""The temperature above which ``entmax(logits / T, alpha)`` gives a label a probability above 0.
+    r"""Return the temperature above which ``entmax(logits / T, alpha)`` gives a label a probability above 0.
 
         s(z, y) = (alpha - 1) * || (z - z_y)_+ ||_p,     p = 1 / (alpha - 1)
 
@@ -55,7 +55,7 @@ def support_temperature(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
 
 
 def _above(scores: Tensor, value: Tensor, alpha: float) -> Tensor:
-    """The score ``[..., 1]`` of labels with the logits ``value`` ``[..., 1]``."""
+    """Return the score ``[..., 1]`` of labels with the logits ``value`` ``[..., 1]``."""
     gaps = (scores - value.clamp(min=torch.finfo(scores.dtype).min)).clamp_(min=0.0)
     largest = gaps.amax(-1, keepdim=True)
     # Divided by the largest gap, no power overflows, and what underflows would not be seen in the sum.
@@ -65,7 +65,7 @@ def _above(scores: Tensor, value: Tensor, alpha: float) -> Tensor:
 
 
 def support_at(logits: Tensor, temperature: float, alpha: float) -> Tensor:
-    """The support of ``entmax(logits / temperature, alpha)``, by the scores of `support_temperature`.
+    """Return the support of ``entmax(logits / temperature, alpha)``, by the scores of `support_temperature`.
 
     Probabilities tell the same, up to those that are too small for a floating-point number.
 
@@ -98,7 +98,7 @@ def support_at(logits: Tensor, temperature: float, alpha: float) -> Tensor:
 
 
 def conformal_temperature(scores: Tensor, delta: float) -> float:
-    """The temperature at which supports hold the next label with probability ``1 - delta``.
+    """Return the temperature at which supports hold the next label with probability ``1 - delta``.
 
         T  just above  the k-th smallest of n scores,     k = ceil((n + 1)(1 - delta))
 

@@ -24,7 +24,7 @@ Normalizer = Callable[[Tensor, "Tensor | None"], Tensor]
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, normalizer: Normalizer, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Attend with a normaliser of choice.
+    r"""Attend with any normaliser.
 
     .. math:: O = \mathrm{normalizer}(\mathrm{cap}(\mathrm{scaling} \cdot Q K^\top) + \mathrm{bias} + \mathrm{mask}) V
 
@@ -86,7 +86,7 @@ def without_nonfinite(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _known_finite(tensor: Tensor) -> bool:
-    """Whether nothing in ``tensor`` is NaN or infinite, as far as looking is free: on CPUs, outside of transforms."""
+    """Tell whether nothing in ``tensor`` is NaN or infinite, as far as looking is free: on CPUs, outside of transforms."""
     if tensor.device.type != "cpu" or not values_visible(tensor) or _functorch.peek_interpreter_stack() is not None:
         return False
     # One pass over the numbers; that a sum may overflow costs no more than the longer way.
@@ -112,7 +112,7 @@ def entmax_normalizer(alpha: float | Tensor, alpha_max: float = math.inf) -> Nor
 def attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Entmax attention on the dense path; results as of `dense_attention`."""
+    """Attend with entmax on the dense path; results are those of `dense_attention`."""
     return dense_attention(query, key, value, entmax_normalizer(alpha, options.alpha_max), options)
 
 

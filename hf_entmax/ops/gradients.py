@@ -67,7 +67,7 @@ def gradient_rows(
 
 
 def gradient_formula(probs: Tensor, grad: Tensor, u: float | Tensor, with_alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """As `gradient_rows` by differentiable operations, for rows ``[..., d]`` and any ``u >= 0``, in the compute dtype."""
+    """Do what `gradient_rows` does by differentiable operations, for rows ``[..., d]`` and any ``u >= 0``, in the compute dtype."""
     probs, grad = _widened(probs, grad)
     support = probs > 0
     log_probs = torch.log(torch.where(support, probs, torch.ones_like(probs)))

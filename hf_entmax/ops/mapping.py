@@ -197,7 +197,7 @@ def entmax(
 def solve_along(
     scores: Tensor, alpha: float | Tensor, dim: int, *, kernels: bool = False, alpha_max: float = math.inf
 ) -> Tensor:
-    """The `entmax` of scores of any shape but a scalar's, without a mask; ``kernels``: whether fused ones may be used.
+    """Map scores of any shape but a scalar's by `entmax`, without a mask; ``kernels`` says whether fused ones may be used.
 
     No alpha is above ``alpha_max``: up to 2, graphs hold no solver for larger ones and nothing waits for a GPU to say.
     """
@@ -219,7 +219,7 @@ def solve_along(
 
 
 def _needs_wide_probabilities(rows: Tensor, u: float | Tensor) -> bool:
-    """Whether the backward pass must see more digits than a half type has: it raises probabilities to ``2 - alpha``."""
+    """Tell whether the backward pass must see more digits than a half type has: it raises probabilities to ``2 - alpha``."""
     if rows.dtype == compute_dtype(rows.dtype) or not torch.is_grad_enabled():
         return False
     return any_above_two(u) if not isinstance(u, Tensor) or values_visible(u) else True

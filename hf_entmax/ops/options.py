@@ -109,11 +109,11 @@ class AttentionOptions:
             _check_sink(self.sink, query)
 
     def scale(self, head_dim: int) -> float:
-        """The factor of the scores."""
+        """Return the factor of the scores."""
         return head_dim**-0.5 if self.scaling is None else float(self.scaling)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors among the options that broadcast over keys, by name: all but the sink."""
+        """Return the tensors among the options that broadcast over keys, by name: all but the sink."""
         given = {
             "attention_mask": self.attention_mask,
             "key_padding_mask": self.key_padding_mask,
@@ -122,11 +122,11 @@ class AttentionOptions:
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def addends(self) -> list[Tensor]:
-        """What is added to the scores: the position bias, and the mask where it is additive."""
+        """Return what is added to the scores: the position bias, and the mask where it is additive."""
         return [t for t in (self.position_bias, self.attention_mask) if t is not None and t.dtype != torch.bool]
 
     def key_range(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """By position alone, the first visible key of each of ``T_q`` queries and one past the last, of ``T_k`` keys.
+        """Return the first visible key of each of ``T_q`` queries and one past the last, of ``T_k`` keys, by position alone.
 
         Returns:
             Two int64 ``[T_q]`` in ``0...T_k``, the first nowhere above the second.
@@ -138,7 +138,7 @@ class AttentionOptions:
         return torch.minimum((end - self.sliding_window).clamp(min=0), stop), stop
 
     def visible(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which of ``T_k`` keys each of ``T_q`` queries may attend to.
+        """Tell which of ``T_k`` keys each of ``T_q`` queries may attend to.
 
         Returns:
             bool, broadcastable to ``[B, H, T_q, T_k]``, True = may attend; None where every query sees every key.
@@ -158,13 +158,13 @@ class AttentionOptions:
         return allowed
 
     def visible_pairs(self, query: Tensor, key: Tensor) -> Tensor:
-        """The same for tensors of a call, as bool ``[B, H, T_q, T_k]`` in any case, a view."""
+        """Tell the same for the tensors of a call, always as bool ``[B, H, T_q, T_k]``, a view."""
         allowed = self.visible(query.shape[2], key.shape[2], query.device)
         allowed = query.new_ones(1, dtype=torch.bool) if allowed is None else allowed
         return allowed.expand(*query.shape[:3], key.shape[2])
 
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """How many of ``T_k`` keys each of ``T_q`` queries may attend to: int64 ``[B or 1, H or 1, T_q or 1]``."""
+        """Count the keys of ``T_k`` that each of ``T_q`` queries may attend to: int64 ``[B or 1, H or 1, T_q or 1]``."""
         if self.attention_mask is None and self.position_bias is None:
             start, stop = self.key_range(queries, keys, device)
             if self.key_padding_mask is None:
@@ -175,7 +175,7 @@ class AttentionOptions:
         return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, 1, keys))).sum(-1)
 
     def restricted(self, allowed: Tensor) -> AttentionOptions:
-        """The same with an attention mask that allows only what ``allowed``, bool, allows as well."""
+        """Return the options with an attention mask that also hides what ``allowed``, bool, does not allow."""
         mask = self.attention_mask
         if mask is None:
             mask = allowed

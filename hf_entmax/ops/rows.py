@@ -62,7 +62,7 @@ def row_probabilities(scores: Tensor, u: float | Tensor, *, kernels: bool = Fals
 
 
 def as_operator(tensor: Tensor) -> bool:
-    """Whether a call is to become one operator: in a graph that is compiled (not exported) for a CPU."""
+    """Tell whether a call is to become one operator: in a graph that is compiled (not exported) for a CPU."""
     return tensor.device.type == "cpu" and torch.compiler.is_compiling() and not exporting()
 
 

@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def is_allowed(scores: Tensor) -> Tensor:
-    """Which entries may receive mass: those above half of ``finfo.min``, so neither ``-inf`` nor an additive mask.
+    """Tell which entries may receive mass: those above half of ``finfo.min``, so neither ``-inf`` nor an additive mask.
 
     NaN counts as allowed, so that it is seen and not hidden.
     """
@@ -34,7 +34,7 @@ def is_allowed(scores: Tensor) -> Tensor:
 
 
 def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    """The scores with the dimension to normalise moved last and ``-inf`` where ``mask`` is False.
+    """Return the scores with the dimension to normalise moved last and ``-inf`` where ``mask`` is False.
 
     Raises:
         TypeError: if ``scores`` is not a floating-point tensor, or ``mask`` not a bool one.
@@ -62,7 +62,7 @@ def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor
 
 
 def row_max(scores: Tensor, allowed: Tensor) -> Tensor:
-    """The largest allowed entry along the last dimension, kept as a dimension of size 1; 0 in rows without any."""
+    """Return the largest allowed entry along the last dimension, ``[..., 1]``; 0 in rows without any."""
     top = scores.masked_fill(~allowed, -math.inf).amax(-1, keepdim=True)
     return top.masked_fill(top == -math.inf, 0.0)
 
@@ -89,7 +89,7 @@ def project_rows(rows: Tensor, centre: Callable[..., Tensor], *per_row: float | 
 
 
 def centre_rows(rows: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """``scale * (z - max z)`` in the compute dtype, ``-inf`` throughout rows that are masked whole; ``scale > 0``."""
+    """Return ``scale * (z - max z)`` in the compute dtype, ``-inf`` throughout rows that are masked whole; ``scale > 0``."""
     top = rows.amax(-1, keepdim=True)
     # Entries masked by their value lie far below any other and need no care; a row of nothing else does.
     masked_whole = ~is_allowed(top)
@@ -117,7 +117,7 @@ def project_jacobian_product(vector: Tensor, probs: Tensor) -> Tensor:
 
 
 def support_spread(vector: Tensor, probs: Tensor) -> Tensor:
-    """``sum_{i in S} v_i (p_i - 1/|S|)``, which is ``v^T J y`` for the projected point ``y``; ``[..., 1]``."""
+    """Return ``sum_{i in S} v_i (p_i - 1/|S|)``, which is ``v^T J y`` for the projected point ``y``; ``[..., 1]``."""
     inside = probs > 0
     # In the dtype of the scores: the reciprocal of an integer tensor would be float32.
     size = inside.sum(-1, keepdim=True).clamp(min=1).to(probs.dtype)

@@ -72,7 +72,7 @@ class RowSolution:
     impossible: Tensor
 
     def support_sizes(self) -> Tensor:
-        """The number of probabilities above 0 of each row, int64 ``[n]``."""
+        """Count the probabilities above 0 of each row, int64 ``[n]``."""
         if self.rows is None:
             return (self.probs > 0).sum(-1)
         return torch.bincount(self.rows, minlength=self.maximum.shape[0])
@@ -92,29 +92,29 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def exact_dtype(like: Tensor) -> torch.dtype:
-    """The dtype of numbers of which there is one a row: float64 where the device has it."""
+    """Return the dtype of numbers of which there is one a row: float64 where the device has it."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def traced() -> bool:
-    """Whether ``torch.jit.trace`` records what is computed."""
+    """Tell whether ``torch.jit.trace`` records what is computed."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def exporting() -> bool:
-    """Whether ``torch.export`` is at work."""
+    """Tell whether ``torch.export`` is at work."""
     if _OLD_COMPILER:
         return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     return torch.compiler.is_exporting()
 
 
 def recorded() -> bool:
-    """Whether operations are being recorded for a graph that must stand alone: ``torch.export``, ONNX, ``torch.jit.trace``."""
+    """Tell whether operations are recorded for a graph that must stand alone: ``torch.export``, ONNX, ``torch.jit.trace``."""
     return traced() or exporting()
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """Whether Python may look at values of this tensor: not while tracing, nor while a CUDA graph is captured."""
+    """Tell whether Python may look at values of this tensor: not while tracing, nor while a CUDA graph is captured."""
     if torch.compiler.is_compiling() or traced() or tensor.device.type == "meta":
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -147,7 +147,7 @@ def chunk_rows(rows: int, length: int, device: torch.device) -> int:
 
 
 def any_above_two(u: float | Tensor) -> bool:
-    """Whether alpha is above 2 for some row, so that probabilities rise like a root at the edge of the support."""
+    """Tell whether alpha is above 2 for some row, so that probabilities rise like a root at the edge of the support."""
     return bool((u > 1).any()) if isinstance(u, Tensor) else u > 1
 
 
@@ -211,7 +211,7 @@ def solve_centred(
 
 
 def shift_of(probs: Tensor, centred: Tensor, u: float | Tensor) -> Tensor:
-    """The ``c`` of rows that `solve_centred` solved, ``[R, 1]``, from one entry of each: ``c = z_i - (p_i^u - 1) / u``.
+    """Return the ``c`` of rows that `solve_centred` solved, ``[R, 1]``, from one entry of each: ``c = z_i - (p_i^u - 1) / u``.
 
     Its error is that of ``p_i^u / u``: least for the largest entry, which is 0, where ``u <= 1``, and for the smallest of the
     support where ``u > 1``. In float64 where the device has it.
@@ -230,7 +230,7 @@ def shift_of(probs: Tensor, centred: Tensor, u: float | Tensor) -> Tensor:
 
 
 def conjugate_of(shift: Tensor, total: Tensor, expected: Tensor, u: float | Tensor) -> Tensor:
-    """``max_p p.z + H(p)`` of centred rows, from weights ``p`` at ``shift`` that sum to ``total`` and not quite to 1.
+    """Return ``max_p p.z + H(p)`` of centred rows, from weights ``p`` at ``shift`` that sum to ``total`` and not quite to 1.
 
     It is the objective at ``p / total``, so that an error of the shift enters squared: ``sum p^(1+u) = S (1 - u c) + u sum p z``
     with ``S`` the ``total`` and ``expected`` the last sum; all ``[n, 1]``, float64 where the device has it.
@@ -241,7 +241,7 @@ def conjugate_of(shift: Tensor, total: Tensor, expected: Tensor, u: float | Tens
 
 
 def weights_at(centred: Tensor, shift: Tensor, u: float | Tensor) -> Tensor:
-    """``[1 + u (z - c)]_+ ^ (1/u)`` for a given ``c`` ``[R, 1]``; consumes ``centred`` ``[R, d]``, in whose dtype it is."""
+    """Return ``[1 + u (z - c)]_+ ^ (1/u)`` for ``c`` ``[R, 1]`` in the dtype of ``centred`` ``[R, d]``, which is consumed."""
     if not isinstance(u, Tensor) and u == 0:
         return centred.sub_(shift).mul_(_LOG2_E).exp2_()
     u = u.clamp(min=SMALLEST_U) if isinstance(u, Tensor) else u
@@ -260,7 +260,7 @@ def _either(centred: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centre(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a copy of the rows, maximum 0, in the compute dtype, and ``[R, 1]``: has the row an unmasked entry."""
+    """Return a copy of the rows in the compute dtype with maximum 0, and which have an unmasked entry, ``[R, 1]``."""
     dtype = compute_dtype(scores.dtype)
     maximum = scores.amax(-1, keepdim=True)
     # Written so that a NaN maximum counts as alive and reaches the output.
@@ -279,7 +279,7 @@ def project_centred(centred: Tensor) -> Tensor:
 
 
 def _convex(centred: Tensor, u: float | Tensor, *, visible: bool) -> tuple[Tensor, Tensor]:
-    """Newton's method from the left for ``0 <= u <= 1``; consumes ``centred`` ``[..., d]``.
+    """Run Newton's method from the left for ``0 <= u <= 1``; consumes ``centred`` ``[..., d]``.
 
     Returns ``p`` up to its sum, and the sum.
     """

@@ -27,18 +27,18 @@ class SparseRows(NamedTuple):
     shape: tuple[int, int, int, int]
 
     def rows(self) -> Tensor:
-        """The row of every entry, int64 ``[nnz]``."""
+        """Return the row of every entry, int64 ``[nnz]``."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.columns.shape[0])
 
     def first_keys(self, length: int) -> SparseRows:
-        """The weights of the first ``length`` keys alone, as ``weights[..., :length]`` of dense weights."""
+        """Return the weights of the first ``length`` keys alone, as ``weights[..., :length]`` of dense weights."""
         keep = self.columns < length
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         shape = (*self.shape[:3], min(length, self.shape[3]))
         return SparseRows(before[self.offsets], self.columns[keep], self.weights[keep], shape)
 
     def dense(self) -> Tensor:
-        """The weights ``[B, H, T_q, T_k]``, zeros included."""
+        """Return the weights ``[B, H, T_q, T_k]``, zeros included."""
         batch, heads, queries, keys = self.shape
         flat = self.weights.new_zeros(batch * heads * queries * keys)
         flat[self.rows() * keys + self.columns] = self.weights

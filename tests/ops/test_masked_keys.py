@@ -117,16 +117,3 @@ def test_what_is_seen_is_not_hidden(backend, length):
         out = entmax_attention(*inputs, 1.0, is_causal=True, backend=backend)[0]
         bad = out.isnan().any(-1)
         assert bad[0, 2:, 10:].all() and not bad[0, 2:, :10].any() and not bad[0, :2].any() and not bad[1].any()
-
-
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_a_value_without_weight_is_not_read(backend):
-    if not available_backends()[backend].startswith("available"):
-        pytest.skip(available_backends()[backend])
-    query, key, value = tensors()
-    key[:, :, 7] = -50 * query[:, ::2].sign().mean(2)  # far from most queries
-    weights = entmax_attention(query, key, value, 2.0, need_weights=True, backend=backend)[1]
-    value[:, :, 7] = math.nan
-    out = entmax_attention(query, key, value, 2.0, backend=backend)[0]
-    assert torch.equal(out.isnan().any(-1), weights[..., 7] > 0)
-    assert (weights[..., 7] > 0).any() and (weights[..., 7] == 0).any()

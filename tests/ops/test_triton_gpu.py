@@ -16,7 +16,7 @@ CASES = [Path(__file__).with_name(f"triton_{name}cases.py") for name in ("", "ex
 ROOT = Path(__file__).parents[2]
 NAMES = [
     node.name
-    for file in CASES
+    for file in (*CASES, Path(__file__).with_name("conformance.py"))
     for node in ast.parse(file.read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 ]

@@ -7,9 +7,10 @@ import math
 import pytest
 import reference
 import torch
+import triton_cases  # noqa: F401  which sets the device
+from conformance import poison  # noqa: F401  a fixture
 from test_exact_attention import ROWS
 from tolerances import absolute_error, assert_half
-from triton_cases import _poison  # noqa: F401  a fixture
 
 from hf_entmax.ops import exact_sparse_attention, sketch_keys
 from hf_entmax.ops.attention import head_alpha

@@ -29,7 +29,7 @@ def multilabel_loss(
     reduction: Reduction = "mean",
     **options: float | Tensor,
 ) -> Tensor:
-    r"""The loss of a mapping for rows with any number of labels, see the table at the top of this module.
+    r"""Compute the loss of a mapping for rows with any number of labels; see the table at the top of `hf_entmax.losses.multilabel`.
 
     With ``eta = y / |y|_1`` and ``a(z) = (1 + K q) / (|sum z| + K q)`` the two hinge losses are
 
@@ -108,7 +108,7 @@ def multilabel_loss(
 def multilabel_probabilities(
     logits: Tensor, mapping: str = "sparsehourglass", *, mask: Tensor | None = None, **options: float | Tensor
 ) -> Tensor:
-    """The distribution over the labels that a mapping gives.
+    """Return the distribution over the labels that a mapping gives.
 
     Args:
         logits: ``[..., K]``.
@@ -134,7 +134,7 @@ def multilabel_predict(
     threshold: float | None = None,
     **options: float | Tensor,
 ) -> Tensor:
-    """The labels that a mapping predicts: its support, or what exceeds a threshold.
+    """Return the labels that a mapping predicts: its support, or what exceeds a threshold.
 
     Args:
         logits: ``[..., K]``.
@@ -201,7 +201,7 @@ class MultilabelLoss(nn.Module):
         self.fixed = {k: v for k, v in options.items() if not isinstance(v, nn.Parameter)}
 
     def forward(self, logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The loss of ``logits`` against ``labels``, both ``[..., K]``."""
+        """Return the loss of ``logits`` against ``labels``, both ``[..., K]``."""
         return multilabel_loss(
             logits,
             labels,
@@ -215,10 +215,10 @@ class MultilabelLoss(nn.Module):
         )
 
     def predict(self, logits: Tensor, mask: Tensor | None = None, threshold: float | None = None) -> Tensor:
-        """The labels predicted, see :func:`multilabel_predict`."""
+        """Return the labels predicted, see :func:`multilabel_predict`."""
         options = {**self.fixed, **self.options}
         return multilabel_predict(logits, self.mapping, mask=mask, threshold=threshold, **options)
 
     def extra_repr(self) -> str:
-        """What ``print(module)`` shows."""
+        """Show the options."""
         return f"{self.mapping!r}, empty={self.empty!r}, reduction={self.reduction!r}"

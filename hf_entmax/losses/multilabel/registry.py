@@ -71,7 +71,7 @@ MULTILABEL_LOSSES: dict[str, MultilabelSpec] = {
 
 
 def parse_mapping(mapping: str) -> tuple[str, dict[str, float]]:
-    """The name and the options, defaults filled in, of ``"name"`` or ``"name(option=value)"``.
+    """Read ``"name"`` or ``"name(option=value)"``; return the name and the options, defaults filled in.
 
     Raises:
         ValueError: if the name or an option is unknown, or a value is outside its range.
@@ -118,7 +118,7 @@ def _options(name: str, given: Mapping[str, Any]) -> dict[str, float | Tensor]:
 
 
 def resolve(mapping: str, given: Mapping[str, Any]) -> tuple[MultilabelSpec, dict[str, float | Tensor]]:
-    """The loss of that name and its options, wherever they are given.
+    """Return the loss of that name and its options, wherever they are given.
 
     Raises:
         ValueError: for unknown names or options, options out of range, or options given twice.

@@ -37,7 +37,7 @@ class LabelRows:
 def check_labels(
     logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Present labels and labels that take part, both bool ``[N, K]``.
+    """Return the labels present and the labels that take part, both bool ``[N, K]``.
 
     Raises:
         ValueError: if a label is neither 0, 1 nor ``ignore_index``, or a shape does not fit.
@@ -71,7 +71,7 @@ def check_labels(
 
 
 def check_weight(weight: Tensor | None, n_labels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The weights of the labels, ``[K]``, ones by default.
+    """Return the weights of the labels, ``[K]``, ones by default.
 
     Raises:
         ValueError: if they are negative, not finite or not ``[K]``.
@@ -89,13 +89,13 @@ def check_weight(weight: Tensor | None, n_labels: int, device: torch.device, dty
 
 
 def log_loss(z: Tensor, rows: LabelRows) -> Tensor:
-    """``-sum_i w_i eta_i log softmax_i(z)``, ``[N]``."""
+    """Return ``-sum_i w_i eta_i log softmax_i(z)``, ``[N]``."""
     log_sum = torch.logsumexp(z.masked_fill(~rows.member, -math.inf), dim=-1, keepdim=True)
     return (torch.where(rows.on, log_sum - z, 0.0) * rows.target * rows.weight).sum(-1)
 
 
 def fenchel_young_loss(z: Tensor, rows: LabelRows, alpha: float | Tensor) -> Tensor:
-    """The entmax loss with the target ``eta``, ``[N]``."""
+    """Return the entmax loss with the target ``eta``, ``[N]``."""
     scores = z.masked_fill(~rows.member, -math.inf)
     losses = entmax_loss(scores, rows.target, alpha, reduction="none")  # type: ignore[reportCallIssue]
     # The loss does not fall apart into labels: a row weighs as much as its labels do on average.
@@ -103,12 +103,12 @@ def fenchel_young_loss(z: Tensor, rows: LabelRows, alpha: float | Tensor) -> Ten
 
 
 def sparsegen_lin_hinge(z: Tensor, rows: LabelRows, lam: float | Tensor) -> Tensor:
-    """L18, eq. 6, ``[N]``."""
+    """Return the hinge loss of L18, eq. 6, ``[N]``."""
     return hinge(z / (1.0 - lam), rows.target, rows)
 
 
 def sparsehourglass_hinge(z: Tensor, rows: LabelRows, q: float | Tensor) -> Tensor:
-    """L18, eq. 7, ``[N]``."""
+    """Return the hinge loss of L18, eq. 7, ``[N]``."""
     if not isinstance(q, Tensor) and q == math.inf:
         return hinge(z, rows.target, rows)
     total = torch.where(rows.member, z, 0.0).sum(-1, keepdim=True).abs()

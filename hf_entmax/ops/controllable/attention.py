@@ -57,7 +57,7 @@ def as_sparsemax_attention(
 
 
 def _scaled(addend: Tensor | None, rows: Tensor | float) -> Tensor | None:
-    """What is added to scores that are scaled by ``rows``; what masks an entry stays as it is."""
+    """Return what is added to scores that are scaled by ``rows``; what masks an entry stays as it is."""
     if addend is None or addend.dtype == torch.bool:
         return addend
     masked = addend <= masked_below(addend.dtype)
@@ -68,7 +68,7 @@ def _scaled(addend: Tensor | None, rows: Tensor | float) -> Tensor | None:
 
 
 def _row_sums(query: Tensor, key: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Sum and number of the visible scores of each query, ``[B, H, T_q, 1]`` (or broadcastable to it)."""
+    """Return sum and number of the visible scores of each query, ``[B, H, T_q, 1]`` (or broadcastable to it)."""
     (_, heads, n_query, width), n_key = query.shape, key.shape[-2]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # A key that is not seen is not read: what is not finite is summed as 0 and counted in a column of its own.
@@ -109,7 +109,7 @@ def mapped_attention(
     options: AttentionOptions,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    """Attention whose weights are given by a mapping of Laha et al. 2018.
+    """Attend with weights that a mapping of Laha et al. 2018 gives.
 
     Where the mapping is sparsemax at scaled scores, the scale goes into the query and the fused sparsemax kernel does
     the work; otherwise the scores are formed.

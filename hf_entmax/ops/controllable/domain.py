@@ -35,14 +35,14 @@ class Interval:
     learned_range: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        """Mathematical notation, e.g. ``(-inf, 1)``."""
+        """Return mathematical notation, such as ``(-inf, 1)``."""
         return f"{'(' if self.lower_open else '['}{self.lower:g}, {self.upper:g}{')' if self.upper_open else ']'}"
 
     def _in_words(self) -> str:
         return f"{self} ({self.meaning})" if self.meaning else str(self)
 
     def contains(self, value: float | Tensor) -> bool | Tensor:
-        """Tell if ``value`` lies inside, element by element for a tensor; NaN never does."""
+        """Tell whether ``value`` lies inside, element by element for a tensor; NaN never does."""
         above = value > self.lower if self.lower_open else value >= self.lower
         below = value < self.upper if self.upper_open else value <= self.upper
         return above & below
@@ -110,7 +110,7 @@ TEMPERATURE = Interval(
 
 
 def holds(condition: Tensor) -> bool:
-    """Tell if ``condition`` is True everywhere, as far as this can be known.
+    """Tell whether ``condition`` is True everywhere, as far as this can be known.
 
     Under ``torch.compile``, ``torch.func.vmap`` and on the meta device values cannot be looked at; the answer is then
     True, and the mappings return finite numbers outside their domains too.

@@ -88,7 +88,7 @@ def _option_of(ctx: Any, saved: tuple[Tensor, ...]) -> Option:
 
 
 def _option_gradient(option: Option, rows: Tensor) -> Tensor | None:
-    """The gradient of each row's own option, summed over the rows that share one."""
+    """Sum the gradients of the rows over those that share one option."""
     return rows.sum_to_size(option.shape).to(option.dtype) if isinstance(option, Tensor) else None
 
 
@@ -108,7 +108,7 @@ class SparsegenFunction(_RowFunction):
 
     @staticmethod
     def forward(rows: Tensor, lam: Option, kind: str) -> Tensor:
-        """``rows`` ``[..., n]``, ``lam`` a number or ``[..., 1]``."""
+        """Take ``rows`` ``[..., n]`` and ``lam``, a number or ``[..., 1]``."""
 
         def centre(rows: Tensor, scale: Option) -> Tensor:
             if kind == "lin":
@@ -121,13 +121,13 @@ class SparsegenFunction(_RowFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Option, str], output: Tensor) -> None:
-        """The scores are kept only where ``g'`` needs them."""
+        """Keep the output, and the scores only where ``g'`` needs them."""
         rows, lam, ctx.kind = inputs
         _keep(ctx, lam, output, *([] if ctx.kind == "lin" else [rows]))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        r"""``dL/dz = g'(z) P_S v / (1 - lam)``, ``dL/dlam = sum_S v_i (p_i - 1/|S|) / (1 - lam)``."""
+        r"""Return ``dL/dz = g'(z) P_S v / (1 - lam)`` and ``dL/dlam = sum_S v_i (p_i - 1/|S|) / (1 - lam)``."""
         saved = ctx.saved_tensors
         probs, lam = saved[0], _option_of(ctx, saved)
         dtype = compute_dtype(probs.dtype)
@@ -143,7 +143,7 @@ class SparsegenFunction(_RowFunction):
 
 
 def hourglass_scale(z: Tensor, allowed: Tensor, q: Option, mirrored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """``a(z) = (1 + K q) / (|sum z| + K q)`` of each row, with ``K`` its number of allowed entries.
+    """Return ``a(z) = (1 + K q) / (|sum z| + K q)`` of each row, with ``K`` its number of allowed entries.
 
     The cone, not ``mirrored``, has ``sum z`` in place of its absolute value. Returns ``a``, the row sums and the
     denominators, each ``[..., 1]``; all finite even where ``a`` is not defined. ``q`` is in [0, inf].
@@ -162,7 +162,7 @@ class HourglassFunction(_RowFunction):
 
     @staticmethod
     def forward(rows: Tensor, q: Option, mirrored: bool) -> Tensor:
-        """``rows`` ``[..., n]``, ``q`` a number or ``[..., 1]``."""
+        """Take ``rows`` ``[..., n]`` and ``q``, a number or ``[..., 1]``."""
 
         def centre(rows: Tensor, q: Option) -> Tensor:
             z = rows.to(compute_dtype(rows.dtype))
@@ -172,13 +172,13 @@ class HourglassFunction(_RowFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Option, bool], output: Tensor) -> None:
-        """Row sums are recomputed rather than kept, so that the backward pass can itself be differentiated."""
+        """Keep output and scores; row sums are computed again, so that the backward pass can itself be differentiated."""
         rows, q, ctx.mirrored = inputs
         _keep(ctx, q, output, rows)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        r"""With ``w = sum_S v_i (p_i - 1/|S|)`` and ``D`` the denominator of ``a``.
+        r"""Return the gradients, with ``w = sum_S v_i (p_i - 1/|S|)`` and ``D`` the denominator of ``a``.
 
         ``dL/dz_j = a (P_S v)_j - sign(sum z) w / D`` for every allowed j,
         ``dL/dq = w K (|sum z| - 1) / ((1 + K q) D)``.
@@ -202,7 +202,7 @@ class HourglassFunction(_RowFunction):
 
 
 def power_share(rows: Tensor, power: int) -> Tensor:
-    """``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2), by autograd."""
+    """Return ``p_i = z_i**k / sum_j z_j**k``: sum normalization (k = 1) and spherical softmax (k = 2), by autograd."""
     allowed = is_allowed(rows)
     z = torch.where(allowed, rows.to(compute_dtype(rows.dtype)), 0.0)
     # Divided by the largest magnitude, squares neither overflow nor vanish. A constant to autograd: the scaling cancels.
@@ -217,7 +217,7 @@ class TemperedSoftmaxFunction(_RowFunction):
 
     @staticmethod
     def forward(rows: Tensor, temperature: Option) -> Tensor:
-        """``rows`` ``[..., n]``, ``temperature`` a number or ``[..., 1]``."""
+        """Take ``rows`` ``[..., n]`` and ``temperature``, a number or ``[..., 1]``."""
         share = centre_rows(rows, 1.0 / _wide(temperature, compute_dtype(rows.dtype))).exp_()
         total = share.sum(-1, keepdim=True)
         return share.div_(torch.where(total == 0, 1.0, total)).to(rows.dtype)
@@ -229,7 +229,7 @@ class TemperedSoftmaxFunction(_RowFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``dL/dz = p (v - p.v) / T``, ``dL/dT = -sum_i p_i (v_i - p.v) log p_i / T``."""
+        """Return ``dL/dz = p (v - p.v) / T`` and ``dL/dT = -sum_i p_i (v_i - p.v) log p_i / T``."""
         saved = ctx.saved_tensors
         probs, temperature = saved[0], _option_of(ctx, saved)
         dtype = compute_dtype(probs.dtype)

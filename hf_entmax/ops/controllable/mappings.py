@@ -91,7 +91,7 @@ def sparsegen(
 
 
 def _any_allowed(scores: Tensor, allowed: Tensor, dim: int) -> Tensor:
-    """One allowed score of each row, 1 in rows without any."""
+    """Return one allowed score of each row, 1 in rows without any."""
     picked = scores.detach().gather(dim, allowed.to(torch.uint8).argmax(dim, keepdim=True))
     return torch.where(allowed.any(dim, keepdim=True), picked, 1.0)
 
@@ -275,7 +275,7 @@ def sparsehourglass(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask
 
 
 def _row_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of the allowed entries of each row, ``[..., 1]``."""
+    """Return sum and number of the allowed entries of each row, ``[..., 1]``."""
     allowed = is_allowed(rows)
     total = torch.where(allowed, rows.detach().to(compute_dtype(rows.dtype)), 0.0).sum(-1, keepdim=True)
     return total, allowed.sum(-1, keepdim=True).to(total.dtype)

@@ -45,7 +45,7 @@ class BoundedOption(nn.Module):
         return lo + (hi - lo) * torch.sigmoid(self.a.float())
 
     def extra_repr(self) -> str:
-        """What ``print(module)`` shows."""
+        """Show the option and dim."""
         return f"shape={tuple(self.a.shape)}, bounds={self.bounds}"
 
 
@@ -103,16 +103,16 @@ class ControllableMapping(nn.Module):
             self.option = interval.number(value)
 
     def value(self) -> float | Tensor:
-        """The option as it stands."""
+        """Return the option as it stands."""
         return self.option() if isinstance(self.option, BoundedOption) else self.option
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Probabilities, shape and dtype of ``scores``; ``mask`` bool, True = may receive mass."""
+        """Return probabilities in the shape and dtype of ``scores``; ``mask`` is bool, True = may receive mass."""
         option = {} if self.option_name is None else {self.option_name: self.value()}
         return self.function(scores, **self.arguments, **option, dim=self.dim, mask=mask)
 
     def extra_repr(self) -> str:
-        """What ``print(module)`` shows."""
+        """Show the option and dim."""
         fixed = isinstance(getattr(self, "option", None), float)
         return f"{self.option_name}={self.option}, dim={self.dim}" if fixed else f"dim={self.dim}"
 

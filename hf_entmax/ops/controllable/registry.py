@@ -240,7 +240,7 @@ def _check(spec: MappingSpec) -> None:
 
 
 def _checks(spec: MappingSpec, scores: Tensor, mask: Tensor) -> Iterator[tuple[bool, str]]:
-    """Yield for each property of the weights if it holds, and what to say if it does not."""
+    """Yield for each property of the weights whether it holds, and what to say if it does not."""
     heads = {name: _values_of_heads(option, scores.shape[1]) for name, option in spec.options.items()}
     defaults = {name: option.default for name, option in spec.options.items()}
     possible = mask.any(-1, keepdim=True).expand(*scores.shape[:-1], 1).double()

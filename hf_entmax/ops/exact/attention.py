@@ -55,7 +55,7 @@ def exact_sparse_attention(
     sink: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, SparseCounts]:
-    r"""`entmax_attention` for one query or a few, which proves from a sketch of the keys that most of them have weight 0.
+    r"""Attend with one query or a few, and prove from a sketch of the keys that most of them have weight 0.
 
     The output is that of `hf_entmax.ops.entmax_attention` with the same arguments: nothing is approximated. Where nothing
     can be proved (alpha = 1, keys that are not finite) keys are read in full. What the kernels for the CPU and for CUDA do not
@@ -111,7 +111,7 @@ def exact_attend(
     options: AttentionOptions,
     backend: Backend = "auto",
 ) -> tuple[Tensor, SparseCounts]:
-    """`exact_sparse_attention` with its keyword arguments in a record, which asks for neither dropout nor weights."""
+    """Call `exact_sparse_attention` with its keyword arguments in a record, which asks for neither dropout nor weights."""
     if _functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "exact_sparse_attention is inside a torch.func transform (vmap, grad, jvp), which it has no rules for: call it "
@@ -145,7 +145,7 @@ def _gathered(
     options: AttentionOptions,
     backend: Backend,
 ) -> tuple[Tensor, SparseCounts]:
-    """The same by plain operations: candidates of all heads that share a key head are gathered and attended to."""
+    """Attend by plain operations to the candidates, gathered for all heads that share a key head."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
     u = torch.as_tensor(alpha, device=query.device).double().expand(heads) - 1
@@ -182,7 +182,7 @@ def _gathered(
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions, backend: Backend
 ) -> tuple[Tensor, SparseCounts]:
-    """The same where values cannot be looked at: every visible key is read."""
+    """Attend where values cannot be looked at: every visible key is read."""
     visible = options.visible_pairs(query, key)
     out, weights = attend(query, key, value, alpha, dataclasses.replace(options, need_weights=True), backend)
     total = visible.sum((-1, -2))

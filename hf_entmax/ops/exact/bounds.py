@@ -31,7 +31,7 @@ LEAST_U = 0.005
 
 
 def score_rounding(head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The rounding of a score and of its bound, over ``|q| |k|``."""
+    """Return the rounding of a score and of its bound, over ``|q| |k|``."""
     eps = torch.finfo(compute_dtype(dtype)).eps
     if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         eps = max(eps, 2.0**-10)
@@ -41,7 +41,7 @@ def score_rounding(head_dim: int, dtype: torch.dtype, device: torch.device) -> f
 
 
 def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dtype: torch.dtype) -> Tensor | float:
-    """How far below the threshold a bound must lie, from the size of the scores there."""
+    """Return how far below the threshold a bound must lie, from the size of the scores there."""
     own = torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0
     return (THRESHOLD_ROUNDINGS * torch.finfo(compute_dtype(dtype)).eps + 4 * own) * (1.0 + size + 1.0 / u + softcap)
 
@@ -49,7 +49,7 @@ def threshold_margin(size: Tensor | float, u: Tensor | float, softcap: float, dt
 def candidate_keys(
     query: Tensor, sketch: KeySketch, key: Tensor, u: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Which keys each query may attend to, and which of these may have weight: two bool ``[B, H, T_q, T_k]``.
+    """Tell which keys each query may attend to, and which of these may have weight: two bool ``[B, H, T_q, T_k]``.
 
     ``u`` is ``alpha - 1``, ``[H]``; of ``key`` only what the sketch does not cover is read.
     """
@@ -76,7 +76,7 @@ def candidate_keys(
 
 
 def threshold_below(scores: Tensor, u: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
-    """At or below what a score has weight 0 for certain, ``[n, 1]``, or ``-inf``, given lower bounds ``[n, T]`` of all scores.
+    """Return the value ``[n, 1]`` up to which scores surely have weight 0, or ``-inf``, given lower bounds ``[n, T]`` of all scores.
 
     ``u`` is ``[n, 1]``, ``softcap`` 0 where there is none, ``dtype`` that of the dense path's scores.
     """
@@ -91,7 +91,7 @@ def threshold_below(scores: Tensor, u: Tensor, softcap: float, dtype: torch.dtyp
 
 
 def _bounds(stacked: Tensor, sketch: KeySketch, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Upper bounds of the scores of ``stacked`` ``[B, H_kv, R, D]`` before softcap and addends, and how far below the lower lie.
+    """Bound the scores of ``stacked`` ``[B, H_kv, R, D]`` before softcap and addends: from above, and how far below that.
 
     Returns:
         Two tensors ``[B, H_kv, R, T_k]``; NaN or infinity where there is no bound.

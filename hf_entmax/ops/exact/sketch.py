@@ -71,7 +71,7 @@ class KeySketch:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> KeySketch:
-        """An empty sketch.
+        """Make an empty sketch.
 
         Args:
             batch: B.
@@ -119,7 +119,7 @@ class KeySketch:
 
     @property
     def pages(self) -> int:
-        """Number of pages in the sketch."""
+        """The number of pages in the sketch."""
         return self.length // self.page_size
 
     def extend(self, key: Tensor, length: int) -> None:
@@ -184,7 +184,7 @@ class KeySketch:
             raise ValueError(f"key holds {key.shape[2]} keys, but the sketch {self.length}; crop the sketch as well.")
 
     def unpack(self) -> Tensor:
-        """The codes ``[B, H_kv, pages, P, D16]``, uint8."""
+        """Return the codes ``[B, H_kv, pages, P, D16]``, uint8."""
         batch, kv_heads, _, _ = self.codes.shape
         depth, pages, size = self.low.shape[-1], self.pages, self.page_size
         code, start = self.codes.new_zeros(batch, kv_heads, pages, size, depth), 0
@@ -199,7 +199,7 @@ class KeySketch:
         return code
 
     def _quantise(self, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes, low, step and norm of whole pages of keys ``[B, H_kv, n * P, D]``."""
+        """Compute codes, low, step and norm of whole pages of keys ``[B, H_kv, n * P, D]``."""
         levels = 2**self.bits - 1
         key = key.to(compute_dtype(key.dtype)).unflatten(2, (-1, self.page_size))
         key = torch.nn.functional.pad(key, (0, self.low.shape[-1] - self.head_dim))
@@ -255,7 +255,7 @@ def sketch_keys(key: Tensor, bits: int = 4, page_size: int = 64) -> KeySketch:
 
 
 def suggested_bits(alpha: float | Tensor) -> int:
-    """The number of bits with which least is read: the nearer alpha comes to 1, the more keys lie close to the threshold.
+    """Return the number of bits with which least is read: the nearer alpha comes to 1, the more keys lie close to the threshold.
 
     Args:
         alpha: of all heads that share a sketch.

@@ -69,7 +69,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    """Entmax attention on the CPU; arguments and results as in `hf_entmax.ops.entmax_attention`.
+    """Attend on the CPU; arguments and results are those of `hf_entmax.ops.entmax_attention`.
 
     Scores are computed block by block and only the nonzero weights are kept, so time and memory after the scores, and the whole
     backward pass, grow with their number. Differentiable (once) in query, key, value, alpha, position_bias and a
@@ -114,7 +114,7 @@ def attention(
 def exact_sparse_attention(
     query: Tensor, sketch: KeySketch, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """`hf_entmax.ops.exact_sparse_attention` on the CPU: the output, and its counts as one int64 tensor ``[3, B, H]``.
+    """Run `hf_entmax.ops.exact_sparse_attention` on the CPU; return the output, and its counts as one int64 tensor ``[3, B, H]``.
 
     Keys and values are read where they lie, in their dtype; the sketch of a key head is read once for all its query heads.
     """
@@ -127,7 +127,7 @@ def exact_sparse_attention(
 
 
 def _with_infinities(term: Tensor | None) -> Tensor | None:
-    """Make "masked" of another dtype than float32 (half of its finfo.min or less) recognisable after conversion."""
+    """Write -inf where a mask of another dtype than float32 holds half of its finfo.min or less, and convert it."""
     if term is None or term.dtype in (torch.bool, torch.float32):
         return term
     return term.float().masked_fill(term <= masked_below(term.dtype), -torch.inf)

@@ -27,7 +27,7 @@ _SAFE = 1e-9
 
 @jit
 def _solve_for_shift(x, p, n, u):
-    """Newton's method for c; returns whether the weights written are right."""
+    """Find c by Newton's method; return whether the weights written are right."""
     low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
     c = 0.5 * (low + high)
     for _ in range(40):
@@ -56,7 +56,7 @@ def _solve_for_shift(x, p, n, u):
 
 @jit
 def _total_above(x, n, u, threshold):
-    """Sum of the weights if a weight is 0 at ``threshold``."""
+    """Sum the weights that are 0 at ``threshold``."""
     total = 0.0
     for k in range(n):
         gap = u * (float(read_f32(x + 4 * k)) - threshold)
@@ -67,7 +67,7 @@ def _total_above(x, n, u, threshold):
 
 @jit
 def _last_candidate(x, scratch, n, u):
-    """The smallest candidate with a weight: with the threshold there, the weights of the greater ones sum to less than 1.
+    """Find the smallest candidate with a weight: with the threshold there, the weights of the greater ones sum to less than 1.
 
     The bits of floats of one sign are ordered as the floats are, so halving them 30 times ends at one float.
     """
@@ -90,7 +90,7 @@ def _last_candidate(x, scratch, n, u):
 
 @jit
 def _solve_for_last_weight(x, p, n, u, last):
-    """Newton's method in a bracket for the logarithm of the smallest weight."""
+    """Find the logarithm of the smallest weight by Newton's method in a bracket."""
     # (gap + d)**(1/u) <= gap**(1/u) + d**(1/u), so the smallest weight has at least this share of what is missing.
     missing = max(1.0 - _total_above(x, n, u, last), 1e-18)
     low, high = math.log(missing / n), 0.0
@@ -121,7 +121,7 @@ def _solve_for_last_weight(x, p, n, u, last):
 
 
 def solve_above_two(x, index, p, s, n, u):
-    """Any alpha above 2; arguments as for the solvers of `threshold`."""
+    """Solve a row for any alpha above 2; the arguments are those of the solvers in `threshold`."""
     if not _solve_for_shift(x, p, n, u):
         _solve_for_last_weight(x, p, n, u, _last_candidate(x, s, n, u))
     return n

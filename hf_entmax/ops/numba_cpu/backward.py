@@ -40,7 +40,7 @@ _SERIES_UP_TO = 0.5
 
 @jit
 def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, factor):
-    """sum_i dP_i dp_i/dalpha in a form that does not cancel, and ``g = factor * s * (g - delta)`` on the way.
+    """Return ``sum_i dP_i dp_i/dalpha`` in a form that does not cancel; write ``g = factor * s * (g - delta)`` on the way.
 
     With ``d_i = -log p_i - H``, whose mean over p is 0, ``w_i = (exp(u d_i) - 1 - u d_i) / u**2`` and ``q = sum p w``,
 
@@ -80,7 +80,7 @@ def _alpha_gradient_near_softmax(p, g, s, logs, n, u, entropy, widest, delta, fa
 
 @jit
 def _relative_to_smallest(p, g, n):
-    """Subtract from dP what it is at the smallest weight; returns the logarithm of that weight.
+    """Subtract from dP what it is at the smallest weight; return the logarithm of that weight.
 
     For ``u > 1`` that weight's ``s`` outweighs all others, so that its ``dP - delta`` would be a difference of near equals.
     """
@@ -99,7 +99,7 @@ def _relative_to_smallest(p, g, n):
 
 @jit
 def _row_gradient(p, g, s, logs, n, u, wants_alpha, factor):
-    """Turn dP of one row in ``g`` into ``factor * dS``; returns the row's d_alpha.
+    """Turn dP of one row in ``g`` into ``factor * dS``; return the row's d_alpha.
 
     ``p`` may hold zeros (rows stored densely); ``s`` and ``logs`` are scratch for as many floats.
     """
@@ -170,7 +170,7 @@ def _through_softcap(r, ds, query, index, n, k):
 
 @jit
 def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
-    """The gradients of one sparse row; returns its d_alpha."""
+    """Add up the gradients of one sparse row; return its d_alpha."""
     index, n = stored_row(r, row)
     dq = r.dq + b * r.dq_b + h * r.dq_h + i * r.dq_t
     if n == 0:
@@ -215,7 +215,7 @@ def _sparse_row(r, b, h, h_kv, i, row, dk, dk_t, dv, dv_t, g, w, logs):
 
 @jit
 def _dense_block(r, b, h, h_kv, i, rows, row, dk, dk_t, dv, dv_t, v_pack, q_pack, slopes, logs, gradients, dropped):
-    """The gradients of a block stored densely, as matrix products; returns its d_alpha."""
+    """Add up the gradients of a block stored densely, by matrix products; return its d_alpha."""
     low = np.int64(read_i32(r.row_start + 4 * row))
     stored, size = stored_row(r, row)
     width = -1 - size

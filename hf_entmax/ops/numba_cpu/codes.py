@@ -21,14 +21,14 @@ _SHORTS, _BYTES = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
 
 @operation(floats, types.int64)
 def load_bfloat16(builder, address):
-    """Sixteen bfloat16 as float32."""
+    """Load sixteen bfloat16 as float32."""
     bits = builder.zext(builder.load(pointer(builder, address, _SHORTS), align=2), LLVM_INTS)
     return builder.bitcast(builder.shl(bits, int_constant(16)), LLVM_FLOATS)
 
 
 @operation(floats, types.int64)
 def load_float16(builder, address):
-    """Sixteen float16 as float32."""
+    """Load sixteen float16 as float32."""
     if _HAS_F16C:
         kind = ir.VectorType(ir.HalfType(), LANES)
         return builder.fpext(builder.load(pointer(builder, address, kind), align=2), LLVM_FLOATS)
@@ -45,7 +45,7 @@ def load_float16(builder, address):
 
 @operation(floats, floats)
 def magnitude(builder, x):
-    """Absolute values."""
+    """Return absolute values."""
     return builder.bitcast(builder.and_(builder.bitcast(x, LLVM_INTS), int_constant(0x7FFFFFFF)), LLVM_FLOATS)
 
 
@@ -85,7 +85,7 @@ def widen_row(kind, source, width, target):
 
 
 def _add_dots(builder, total, codes, weight):
-    """Total += the dot product of the four codes of each lane, unsigned bytes, with the four signed bytes of ``weight``."""
+    """Add to each lane the dot product of its four codes, unsigned bytes, with the four signed bytes of ``weight``."""
     if _HAS_VNNI:
         weights = broadcast(builder, weight, LLVM_INTS)
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", LLVM_INTS, total, codes, weights)
@@ -97,12 +97,12 @@ def _add_dots(builder, total, codes, weight):
 
 
 def make_page(bits: int, rows: int):
-    """The operation that turns the codes of one page into upper bounds for ``rows`` rows."""
+    """Make the operation that turns the codes of one page into upper bounds for ``rows`` rows."""
     parts = WEIGHT_PLANES[bits]
 
     @operation(types.void, *[types.int64] * 9)
     def page_bounds(builder, codes, blocks, quads, weights, weights_row, scalars, target, target_row, tops):
-        """Upper bounds of a page for every row: ``offset + sum_p scale_p (weights_p . codes)``, and the largest of each lane.
+        """Write upper bounds of a page for every row, ``offset + sum_p scale_p (weights_p . codes)``, and the largest of each lane.
 
         Weights lie by row and part, ``weights_row`` bytes each; scalars by row: offset, then the scale of each part;
         ``quads`` is the head dimension over 4.

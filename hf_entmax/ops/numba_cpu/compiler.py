@@ -107,7 +107,7 @@ if hasattr(os, "register_at_fork"):
 
 @lru_cache(maxsize=1)
 def _digest() -> str:
-    """Changes with anything that the machine code depends on.
+    """Return a digest of everything that the machine code depends on.
 
     Numba's cache watches the file of the compiled function alone, while a kernel is made of functions from several files.
     """
@@ -127,14 +127,14 @@ def _digest() -> str:
 
 
 def _numba_cache() -> str:
-    """The folder that the user has named in NUMBA_CACHE_DIR, or nothing."""
+    """Return the folder that the user has named in NUMBA_CACHE_DIR, or nothing."""
     from numba.core import config
 
     return str(getattr(config, "CACHE_DIR", ""))
 
 
 def _user_cache() -> pathlib.Path:
-    """Where programs of this user keep what can be made again."""
+    """Return the folder in which programs of this user keep what can be made again."""
     home = pathlib.Path.home()
     if sys.platform == "win32":
         return pathlib.Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -144,7 +144,7 @@ def _user_cache() -> pathlib.Path:
 
 
 def cache_folder() -> pathlib.Path | None:
-    """The folder of these kernels: in NUMBA_CACHE_DIR if that is set, else one for all environments of this user.
+    """Return the folder of these kernels: in NUMBA_CACHE_DIR if that is set, else one for all environments of this user.
 
     Returns:
         None where it cannot be written to; Numba then looks for a place by itself.
@@ -168,7 +168,7 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def _placed(function: Callable[..., Any], folder: pathlib.Path | None) -> Callable[..., Any]:
-    """The same function as if it stood in the cache folder, under a name that changes with what it depends on."""
+    """Return the function as if it stood in the cache folder, under a name that changes with what it depends on."""
     code = function.__code__
     if folder is not None:
         code = code.replace(co_filename=str(folder / "kernels.py"))
@@ -203,7 +203,7 @@ def _on_disk(name: str, folder: pathlib.Path | None) -> bool:
 
 
 def _say_once(folder: pathlib.Path | None, name: str) -> None:
-    """Say before the first wait what it is for: there is one for training, and one for exact decoding."""
+    """Say what the first wait is for; attention and exact decoding have one each."""
     purpose = "exact decoding" if name.startswith("exact_") else "attention"
     if purpose not in _said:
         place = "" if folder is None else f" and kept in {folder}"
@@ -216,7 +216,7 @@ def _say_once(folder: pathlib.Path | None, name: str) -> None:
 
 
 def known(name: str) -> Kernel | None:
-    """A kernel that this process has compiled or loaded already."""
+    """Return a kernel that this process has compiled or loaded already."""
     return _kernels.get(name)
 
 
@@ -238,7 +238,7 @@ def load(name: str, signature: Any, function: Callable[..., Any]) -> Kernel:
 
 
 def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
-    """Have a second process compile what is not in the cache, except the first and largest of ``now``: the caller compiles it."""
+    """Have a second process compile what is not in the cache, except the first and largest of ``now``, which the caller compiles."""
     if all(name in _kernels for name in now):
         return
     with _state.lock:
@@ -253,12 +253,12 @@ def prepare(now: Sequence[str], soon: Iterable[str] = ()) -> None:
 
 
 def _can_start_helper() -> bool:
-    """Whether there is a second core that is not another training process's, and this is an ordinary interpreter."""
+    """Tell whether this is an ordinary interpreter with a second core that no other training process uses."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ordinary = "python" in pathlib.Path(sys.executable or "").name.lower() and not getattr(sys, "frozen", False)
     return ordinary and cores > 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
 
 
 def be_quiet() -> None:
-    """Say nothing short of an error: the second process works for the first, which has said what there is to say."""
+    """Log errors only: the second process works for the first, which has said the rest."""
     logger.setLevel(logging.ERROR)

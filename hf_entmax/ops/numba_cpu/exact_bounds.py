@@ -30,13 +30,13 @@ _LEAST_WEIGHT = _f(1e-30)
 
 @jit
 def row_place(r, row):
-    """Batch, query head and query of one of the rows [B, H, T_q]."""
+    """Return batch, query head and query of one of the rows [B, H, T_q]."""
     return row // r.queries // r.heads, row // r.queries % r.heads, row % r.queries
 
 
 @jit
 def copy_query(r, row, target):
-    """Copy the query of a row, scaled."""
+    """Copy the query of a row and scale it."""
     b, h, i = row_place(r, row)
     copy_scaled(r.q + b * r.q_b + h * r.q_h + i * r.q_t, target, r.depth_vectors, _f(r.scaling))
 
@@ -55,7 +55,7 @@ def _make_row(parts, levels):
 
     @jit_as(f"prepare_row_{parts}_{levels}")
     def prepare_row(q, low, step, slack, weights, line, scalars, products, vectors):
-        """Weights and scalars of a row for a page; returns the distance of the lower bounds from the upper ones."""
+        """Write weights and scalars of a row for a page; return the distance of the lower bounds from the upper ones."""
         base, width, largest = splat(_ZERO), splat(_ZERO), splat(_ZERO)
         for v in range(vectors):
             query = load(q + VECTOR * v)
@@ -100,7 +100,7 @@ def _make_bounds(bits):
 
     @jit_as(f"bound_page_{bits}")
     def bound_page(r, b, h_kv, page, first_row, rows, q, norms, scratch):
-        """Bounds of a page for at most BOUND_ROWS rows."""
+        """Write the bounds of a page for at most BOUND_ROWS rows."""
         line = LANES * r.depth_vectors
         weights, scalars, tops = scratch + r.weights_at, scratch + r.scalars_at, scratch + r.tops_at
         products = scratch + r.weights_at - VECTOR * r.depth_vectors
@@ -148,7 +148,7 @@ def _make_bounds(bits):
 
 @jit
 def _visible_pages(r, b, h_kv, first_row, rows):
-    """The pages that some of the rows may look at, and that are sketched."""
+    """Return the range of the sketched pages that any of the rows may look at."""
     low, high = r.pages * r.page_size, 0
     for t in range(rows):
         _, h, i = row_place(r, first_row + t)
@@ -192,20 +192,20 @@ _run_2, _run_4, _run_6, _run_8 = (_make_run(bits) for bits in (2, 4, 6, 8))
 
 
 def run_bounds_2(record):
-    """Bounds from codes of 2 bits."""
+    """Compute bounds from codes of 2 bits."""
     _run_2(carray(record, 1)[0])
 
 
 def run_bounds_4(record):
-    """Bounds from codes of 4 bits."""
+    """Compute bounds from codes of 4 bits."""
     _run_4(carray(record, 1)[0])
 
 
 def run_bounds_6(record):
-    """Bounds from codes of 6 bits."""
+    """Compute bounds from codes of 6 bits."""
     _run_6(carray(record, 1)[0])
 
 
 def run_bounds_8(record):
-    """Bounds from codes of 8 bits."""
+    """Compute bounds from codes of 8 bits."""
     _run_8(carray(record, 1)[0])

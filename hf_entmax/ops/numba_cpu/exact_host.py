@@ -43,7 +43,7 @@ def attend(
     bias: Tensor | None,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and int64 ``[3, B, H]``: visible, read and nonzero keys. Mask and bias hide by ``-inf``; there is at least one key."""
+    """Attend to at least one key; return the output, and visible, read and nonzero keys, int64 ``[3, B, H]``."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
     shape, rows, pages = (batch, heads, queries, keys), batch * heads * queries, sketch.pages
@@ -98,14 +98,14 @@ def attend(
 
 
 def _place(tensor: Tensor) -> tuple[int, list[int]]:
-    """The address of a tensor of four dimensions, or three, and its byte strides over the first three."""
+    """Return the address of a tensor of three or four dimensions, and its byte strides over the first three."""
     size = tensor.element_size()
     return tensor.data_ptr(), [size * step for step in tensor.stride()[:3]]
 
 
 @functools.lru_cache(maxsize=256)
 def _known(alphas: bytes, bounds: str) -> tuple[float, np.ndarray]:
-    """The largest ``alpha - 1``, and the addresses of the solvers: alphas stay as they are while a text is generated."""
+    """Return the largest ``alpha - 1`` and the addresses of the solvers, remembered while a text is generated."""
     check_alphas(np.frombuffer(alphas))
     u = np.frombuffer(alphas) - 1.0
     return float(u.max()), find_solvers(u, "exact_rows", (bounds,)).single

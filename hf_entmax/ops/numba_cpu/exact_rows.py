@@ -36,7 +36,7 @@ _PROOF, _CLOSE = 1.0 + 1e-4, 1.01
 
 @jit
 def _sums_at(x, n, u, c):
-    """S and sum p**(1-u) at c."""
+    """Return S and sum p**(1-u) at c."""
     slope, base, inverse = splat(_f(u)), splat(_f(1.0 - u * c)), splat(_f(1.0 / u))
     total, slopes = splat(_ZERO), splat(_ZERO)
     for k in range(0, n, LANES):
@@ -51,7 +51,7 @@ def _sums_at(x, n, u, c):
 
 @jit
 def _shift_below(x, n, u):
-    """A c at or below that of ``n`` scores relative to their maximum: the weights there sum to more than 1."""
+    """Find a c at or below that of ``n`` scores relative to their maximum: the weights there sum to more than 1."""
     store(x + 4 * n, splat(PADDING))
     low, high = 0.0, -math.expm1(-u * math.log(float(n))) / u
     c = 0.0
@@ -74,7 +74,7 @@ def _shift_below(x, n, u):
 
 @jit
 def _exact_scores(r, q, keys, index, n, target, wide):
-    """Scores of the keys ``index`` before any term, computed as in dense attention."""
+    """Compute the scores of the keys ``index`` before any term, as dense attention does."""
     row_bytes = VECTOR * r.depth_vectors
     direct = r.key_kind == FLOAT32 and r.key_dim % LANES == 0
     for k in range(0, n, LANES):
@@ -97,7 +97,7 @@ def _add_at(s, index, n, row):
 
 @jit
 def _add_terms_at(r, s, index, n, b, h, i):
-    """Softcap, position bias and mask for the scores of the keys ``index``."""
+    """Apply softcap, position bias and mask to the scores of the keys ``index``."""
     if r.softcap != 0.0:
         cap(s, 0, n, r.softcap)
     if r.bias != 0:
@@ -118,14 +118,14 @@ def _has_terms(r):
 
 @jit_inline
 def _within(s, j, low, high):
-    """Sixteen scores from column ``j`` on, ``-inf`` outside of the columns [low, high)."""
+    """Load sixteen scores from column ``j`` on, ``-inf`` outside of the columns [low, high)."""
     value = select(first_lanes(high - j), load(s + 4 * j), splat(-_INFINITY))
     return select(first_lanes(low - j), splat(-_INFINITY), value)
 
 
 @jit
 def _top(exact, n, sink):
-    """The largest of the exact scores and the sink; NaN where one of them is NaN or infinite."""
+    """Return the largest of the exact scores and the sink; NaN where one of them is NaN or infinite."""
     top = row_maximum(exact, 0, n)
     if math.isnan(top) or top > sink:
         return top
@@ -134,7 +134,7 @@ def _top(exact, n, sink):
 
 @jit
 def _top_page(r, s, page, low, high, unknown):
-    """The largest of a page; where nothing is known of it, all that is visible may be anything."""
+    """Return the largest bound of a page; note in ``unknown`` that there is none."""
     top = splat(-_INFINITY)
     for j in range(page * r.page_size, (page + 1) * r.page_size, LANES):
         value = _within(s, j, low, high)
@@ -147,7 +147,7 @@ def _top_page(r, s, page, low, high, unknown):
 
 @jit_inline
 def _allowed(kind, row, j):
-    """Which of sixteen columns a term allows; kind 0: there is none, 1: bool, 2: float."""
+    """Tell which of sixteen columns a term allows; kind 0: there is none, 1: bool, 2: float."""
     if kind == 0:
         return first_lanes(LANES)
     if kind == 1:
@@ -157,7 +157,7 @@ def _allowed(kind, row, j):
 
 @jit
 def _count_visible(r, b, h, i, low, high):
-    """How many of the columns [low, high) mask and bias allow, whatever their scores are."""
+    """Count the columns [low, high) that mask and bias allow, whatever their scores are."""
     bias_kind = 2 if r.bias != 0 else 0
     bias = term_row(r.bias, r.bias_b, r.bias_h, r.bias_t, b, h, i)
     mask = term_row(r.mask, r.mask_b, r.mask_h, r.mask_t, b, h, i)
@@ -176,7 +176,7 @@ def _count_visible(r, b, h, i, low, high):
 
 @jit
 def _lower_bounds(r, upper, tops, widths, low, high, floor, top, x, index, n):
-    """Append all lower bounds above ``floor``, relative to ``top``, and their keys; returns how many there are now."""
+    """Append all lower bounds above ``floor``, relative to ``top``, and their keys; return how many there are now."""
     shift = splat(top)
     for page in range(low // r.page_size, (high + r.page_size - 1) // r.page_size):
         width = read_f32(widths + 4 * page)
@@ -192,7 +192,7 @@ def _lower_bounds(r, upper, tops, widths, low, high, floor, top, x, index, n):
 
 @jit
 def _above(r, upper, tops, low, high, floor, found, n):
-    """Append the keys whose upper bound lies above ``floor``; returns how many there are now."""
+    """Append the keys whose upper bound lies above ``floor``; return how many there are now."""
     for page in range(low // r.page_size, (high + r.page_size - 1) // r.page_size):
         if read_f32(tops + 4 * page) > floor:
             for j in range(page * r.page_size, (page + 1) * r.page_size, LANES):
@@ -204,7 +204,7 @@ def _above(r, upper, tops, low, high, floor, found, n):
 
 @jit
 def _relative_above(s, n, floor, top, x, m):
-    """Append the scores above ``floor``, relative to ``top``; returns how many there are now."""
+    """Append the scores above ``floor``, relative to ``top``; return how many there are now."""
     for k in range(0, n, LANES):
         value = load(s + 4 * k)
         mask = both(greater(value, splat(floor)), first_lanes(n - k))
@@ -267,7 +267,7 @@ def _choose(r, row, u, sink, low, high, q, keys, wide, upper, tops, widths, foun
 
 @jit
 def _sum_values(r, out, values, index, weights, n, wide):
-    """The output: the values of the support, by weight."""
+    """Write the output, the weighted sum of the values of the support."""
     if r.value_kind == FLOAT32 and r.value_dim % LANES == 0:
         sum_rows(out, weights, index, n, values, r.v_t, r.value_vectors)
         return
@@ -289,7 +289,7 @@ def _fill(out, vectors, value):
 
 @jit
 def _finish(r, row, u, sink, found, exact, n, x, index, p, other, kept, out, values, wide):
-    """Solve the row from the exact scores of ``n`` keys and write its output; returns the size of its support."""
+    """Solve the row from the exact scores of ``n`` keys and write its output; return the size of its support."""
     top = _top(exact, n, sink)
     if math.isnan(top):
         _fill(out, r.value_vectors, _f(np.nan))

@@ -29,7 +29,7 @@ _NEARLY_ALL = 0.875
 
 @jit
 def column_range(r, b, h_kv, first, rows, limits):
-    """Write the column limits of every row of a block; returns the range that covers them all."""
+    """Write the column limits of every row of a block; return the range that covers them all."""
     low, high = r.keys, 0
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
@@ -43,7 +43,7 @@ def column_range(r, b, h_kv, first, rows, limits):
 
 @jit
 def _pack_keys(r, b, h_kv, low, high, packed_low, packed_high, k_pack):
-    """Pack the keys of a block that are not packed yet; returns the range that is."""
+    """Pack the keys of a block that are not packed yet; return the range that is."""
     source = r.k + b * r.k_b + h_kv * r.k_h
     low = low // PANEL * PANEL
     if packed_high > packed_low:
@@ -61,7 +61,7 @@ def _pack_keys(r, b, h_kv, low, high, packed_low, packed_high, k_pack):
 
 @jit
 def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
-    """Scores of a block, column ``low // PANEL * PANEL`` first."""
+    """Compute the scores of a block, column ``low // PANEL * PANEL`` first."""
     q_row = 64 * r.depth_vectors
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)
@@ -84,7 +84,7 @@ def _block_scores(r, b, h_kv, first, rows, low, high, q_pack, k_pack, scores):
 
 @jit
 def _spread_nan(low, high, target):
-    """The support of a row with a NaN or +inf score: NaN in all its columns, as in dense arithmetic."""
+    """Write NaN in all columns of a row with a NaN or +inf score, as dense arithmetic does."""
     n = high - low
     for k in range(n):
         write_i32(target + 4 * k, np.int32(low + k))
@@ -94,7 +94,7 @@ def _spread_nan(low, high, target):
 
 @jit
 def _note_row(r, row, position, n):
-    """Remember where a row's support lies; returns the address after it."""
+    """Note where a row's support lies; return the address after it."""
     write_i64(r.row_address + 8 * row, position)
     write_i32(r.row_size + 4 * row, np.int32(n))
     return position + 4 * n * (3 if r.store_gradient != 0 else 2)
@@ -118,7 +118,7 @@ def _finish_scores(r, b, h_kv, first, rows, limits, scores, origin):
 
 @jit
 def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
-    """Whether nearly all entries of every row are candidates."""
+    """Tell whether nearly all entries of every row are candidates."""
     for t in range(rows):
         h, _ = place_row(r, h_kv, first + t)
         low, high, top = noted_limits(limits, t)
@@ -132,7 +132,7 @@ def _looks_dense(r, h_kv, first, rows, limits, scores, origin):
 
 @jit
 def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, target):
-    """Write the weights of a block, columns ``low`` to ``high``, to ``target``; returns how many are not zero.
+    """Write the weights of a block, columns ``low`` to ``high``, to ``target``; return how many are not zero.
 
     Returns -1 where the rows cannot be solved like this. The scores of the rows' own columns stay.
     """
@@ -164,7 +164,7 @@ def _solve_densely(r, h, rows, low, high, limits, scores, origin, buffers, targe
 
 @jit
 def _solve_rows(r, h_kv, first, rows, first_row, limits, scores, origin, buffers, position):
-    """Solve the rows of a block and keep their support; returns the address after it and the number of entries."""
+    """Solve the rows of a block and keep their support; return the address after it and the number of entries."""
     x, index, p, other = buffers, buffers + r.row_bytes, buffers + 2 * r.row_bytes, buffers + 3 * r.row_bytes
     batch = buffers + 4 * r.row_bytes
     total, waiting = 0, 0
@@ -211,7 +211,7 @@ def _make_dense(r, rows, first_row, low, high, scores, target):
 
 @jit
 def _note_dense_rows(r, rows, first_row, low, width, target):
-    """Remember that a block's rows lie densely at ``target``; returns the address after them."""
+    """Note that a block's rows lie densely at ``target``; return the address after them."""
     row_bytes = dense_row_bytes(width, r.store_gradient)
     for t in range(rows):
         write_i64(r.row_address + 8 * (first_row + t), target + row_bytes * t)
@@ -222,7 +222,7 @@ def _note_dense_rows(r, rows, first_row, low, width, target):
 
 @jit
 def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped):
-    """Dropout, output and returned weights of a dense block stored at ``stored``."""
+    """Apply dropout to a dense block stored at ``stored``; write its output and the weights asked for."""
     h, i = place_row(r, h_kv, first)
     weights, row_bytes = stored, dense_row_bytes(high - low, r.store_gradient)
     if r.dropout_limit != 0:
@@ -242,7 +242,7 @@ def _finish_dense(r, b, h_kv, first, rows, first_row, low, high, stored, dropped
 
 @jit
 def _finish_sparse(r, b, h_kv, first, rows, first_row, dropped):
-    """Dropout, output and returned weights of the sparse rows of a block."""
+    """Apply dropout to the sparse rows of a block; write their output and the weights asked for."""
     values = r.v + b * r.v_b + h_kv * r.v_h
     for t in range(rows):
         h, i = place_row(r, h_kv, first + t)

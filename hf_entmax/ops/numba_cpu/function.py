@@ -22,7 +22,7 @@ def _is_empty(inputs: Inputs) -> bool:
 
 
 def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """An empty tensor [B, H, T, D] that lies in memory as [B, T, H, D]."""
+    """Make an empty tensor [B, H, T, D] that lies in memory as [B, T, H, D]."""
     batch, heads, length, width = shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
@@ -44,7 +44,7 @@ def _like(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
 def run_forward(
     inputs: Inputs, seed: int, options: Options, keep: bool
 ) -> tuple[Tensor, Tensor | None, Support | None]:
-    """Output and weights in the dtype of ``value``, and the support if ``keep``."""
+    """Return output and weights in the dtype of ``value``, and the support if ``keep``."""
     query, key, value = inputs[:3]
     if _is_empty(inputs):
         out = _rows_layout(value, (*query.shape[:3], value.shape[-1])).zero_()
@@ -57,7 +57,7 @@ def run_forward(
 
 
 def run_sparse(inputs: Inputs, options: Options) -> tuple[Tensor, SparseRows | Tensor]:
-    """Output, and the weights as sparse rows where few are nonzero (see `Call.weights_of`), in the dtype of ``value``.
+    """Return the output, and the weights as sparse rows where few are nonzero (see `Call.weights_of`), in the dtype of ``value``.
 
     ``options`` are without dropout and ``need_weights``. The rows are those that a backward pass would have run on.
     """
@@ -87,7 +87,7 @@ def run_backward(
     options: Options,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, alpha, mask and bias; None where not wanted."""
+    """Return the gradients of query, key, value, alpha, mask and bias; None where not wanted."""
     if _is_empty(inputs) or (dout is None and dweights is None):
         return tuple(torch.zeros_like(t) if t is not None and w else None for t, w in zip(inputs, wanted, strict=False))
     assert support is not None
@@ -104,7 +104,7 @@ def run_backward(
 
 
 def _hooks_for_saved_tensors() -> bool:
-    """Whether what is saved now goes through hooks: checkpointing, or moving to another memory. Yes where it is not known."""
+    """Tell whether saved tensors go through hooks, as for checkpointing or offloading; True where that is not known."""
     known = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return known is None or known(True) is not None
 
@@ -157,7 +157,7 @@ def _number(seed: Tensor | None) -> int:
     schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 def attention_operator(query, key, value, alpha, mask, bias, real_keys, seed, *options):
-    """Entmax attention as an operator; without ``need_weights`` the second result is empty."""
+    """Attend, as an operator; without ``need_weights`` the second result is empty."""
     inputs = Inputs(query, key, value, alpha, mask, bias, real_keys)
     out, weights, _ = run_forward(inputs, _number(seed), Options(*options), keep=False)
     return out, value.new_empty(0) if weights is None else weights
@@ -179,7 +179,7 @@ def _(query, key, value, alpha, mask, bias, real_keys, seed, *options):
 def attention_backward_operator(
     dout, dweights, query, key, value, alpha, mask, bias, real_keys, seed, *options_and_wanted
 ):
-    """The gradients of query, key, value, alpha, mask and bias; empty where not wanted."""
+    """Return the gradients of query, key, value, alpha, mask and bias; empty where not wanted."""
     inputs = Inputs(query, key, value, alpha, mask, bias, real_keys)
     *options, wanted = options_and_wanted
     options, number = Options(*options), _number(seed)

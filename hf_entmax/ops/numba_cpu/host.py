@@ -62,7 +62,7 @@ class Options:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """float32 [B, heads, T, D] whose last dimension is contiguous and a multiple of sixteen; no copy where it is already."""
+    """Return float32 [B, heads, T, D] with a contiguous last dimension, a multiple of sixteen; copy it only where it is not that."""
     tensor = tensor.float()
     short = -tensor.shape[-1] % layout.LANES
     if short:
@@ -82,7 +82,7 @@ def as_term(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
-    """First and one past the last real key of every sequence, and whether every key in between is real."""
+    """Return the first and one past the last real key of every sequence, and whether every key in between is real."""
     flags = real.numpy()
     keys = flags.shape[1]
     some = flags.any(axis=1)
@@ -93,7 +93,7 @@ def key_limits(real: Tensor) -> tuple[np.ndarray, bool]:
 
 
 def limits_and_mask(mask: Tensor | None, real_keys: Tensor | None) -> tuple[Tensor | None, np.ndarray | None]:
-    """The mask, with the padding where that has holes, and the limits of the real keys [B, 2], or None without padding."""
+    """Return the mask, with the padding where that has holes, and the limits of the real keys [B, 2], None without padding."""
     if real_keys is None:
         return mask, None
     limits, contiguous = key_limits(real_keys)
@@ -118,7 +118,7 @@ def _set_rows(record: Any, name: str, tensor: Tensor) -> None:
 def describe(
     r: Any, tensors: tuple[Tensor, Tensor, Tensor], terms: list[Tensor | None], limits: np.ndarray | None
 ) -> None:
-    """Tell a record of query, key and value, of mask and bias as `as_term` makes them, and of the limits of real keys."""
+    """Write query, key and value, mask and bias as `as_term` makes them, and the limits of real keys to a record."""
     query, key, value = tensors
     for name, tensor in zip(("q", "k", "v", "mask", "bias"), (*tensors, *terms), strict=True):
         if tensor is not None:
@@ -134,13 +134,13 @@ def describe(
 
 
 def _like_rows(tensor: Tensor, width: int) -> Tensor:
-    """An empty float32 tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as the models use it."""
+    """Make an empty float32 tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as models use it."""
     batch, heads, length = tensor.shape[:3]
     return torch.empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """An empty float32 tensor that lies in memory as ``tensor`` does: autograd copies the gradient of a leaf otherwise."""
+    """Make an empty float32 tensor that lies in memory as ``tensor`` does: autograd copies the gradient of a leaf otherwise."""
     return torch.empty(tensor.shape) if tensor.is_contiguous() else _like_rows(tensor, tensor.shape[-1])
 
 
@@ -202,7 +202,7 @@ class Call:
         return launch(kernel(name), self.record, items, self.threads, scratch)
 
     def forward(self, keep: bool, store_gradient: bool) -> tuple[Tensor, Tensor | None, Support | None]:
-        """Output [B, H, T_q, D_v padded] and weights in float32, and the support if it is to be kept."""
+        """Return output [B, H, T_q, D_v padded] and weights in float32, and the support if it is to be kept."""
         self._lay_out(None, None)
         r = self.record
         batch, heads, queries, keys = self.shape
@@ -249,7 +249,7 @@ class Call:
         return out, weights, support
 
     def weights_of(self, support: Support) -> SparseRows | Tensor:
-        """The weights of a forward pass without dropout, in float32, from what it kept.
+        """Return the weights of a forward pass without dropout, in float32, from what it kept.
 
         Sparse rows where few weights are nonzero, else ``[B, H, T_q, T_k]``: every entry of a sparse row costs its
         reader several times as much as one of a dense row.
@@ -278,7 +278,7 @@ class Call:
     def backward(
         self, support: Support, dout: Tensor, dweights: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of query, key, value [.., D padded] in float32 and of alpha [H] in float64, those wanted."""
+        """Return the gradients wanted of query, key and value [.., D padded], float32, and of alpha [H], float64."""
         self._lay_out(support.chunks, support.block_rows)
         r = self.record
         r.store_gradient = int(support.store_gradient)
@@ -309,7 +309,7 @@ class Call:
         return dq, dk, dv, torch.from_numpy(dalpha.sum((0, 1))) if want_alpha else None
 
     def _key_gradient(self, name: str, tensor: Tensor) -> Tensor:
-        """Where the gradient of keys or values is summed: one copy per slice of a head."""
+        """Make room for the gradient of keys or values, one copy for each slice of a head."""
         if self.chunks == 1:
             target = _gradient_of(tensor)
             _set_rows(self.record, name, target)
@@ -320,7 +320,7 @@ class Call:
         return target
 
     def bias_gradient(self, support: Support, shape: tuple[int, ...]) -> Tensor:
-        """Gradient of an additive term of a shape that broadcasts to [B, H, T_q, T_k], from the stored row gradients."""
+        """Return the gradient of a term whose shape broadcasts to [B, H, T_q, T_k], from the stored gradients of the scores."""
         r = self.record
         full = (1,) * (4 - len(shape)) + tuple(shape)
         target = torch.empty(full)

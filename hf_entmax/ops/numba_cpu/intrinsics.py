@@ -77,7 +77,7 @@ LLVM_MASK = ir.VectorType(I1, LANES)
 
 
 def target_features() -> str:
-    """The instruction set Numba compiles for, honouring NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+    """Return the instruction set that Numba compiles for, honouring NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
     context: Any = registry.cpu_target.target_context
     return context.codegen().magic_tuple()[2]
 
@@ -103,22 +103,22 @@ lanes = _VectorType("mask16", LLVM_MASK)
 
 
 def pointer(builder, address, llvm_type):
-    """An LLVM pointer from a byte address."""
+    """Make an LLVM pointer from a byte address."""
     return builder.inttoptr(address, llvm_type.as_pointer())
 
 
 def load_vector(builder, address):
-    """Sixteen floats from any address (4-byte alignment is all that is promised)."""
+    """Load sixteen floats from any address that is a multiple of 4."""
     return builder.load(pointer(builder, address, LLVM_FLOATS), align=4)
 
 
 def store_vector(builder, value, address) -> None:
-    """Sixteen floats to any address."""
+    """Store sixteen floats to any address that is a multiple of 4."""
     builder.store(value, pointer(builder, address, LLVM_FLOATS), align=4)
 
 
 def broadcast(builder, scalar, llvm_type=LLVM_FLOATS):
-    """A vector whose lanes all hold ``scalar``."""
+    """Make a vector whose lanes all hold ``scalar``."""
     undefined = ir.Constant(llvm_type, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(LLVM_INTS, [0] * LANES))
@@ -131,12 +131,12 @@ def call_llvm(builder, name: str, result, *args):
 
 
 def fused_multiply_add(builder, x, y, z):
-    """``x * y + z``, fused where the machine can (``fmuladd`` never falls back to a library call)."""
+    """Return ``x * y + z``, fused where the machine can (``fmuladd`` never falls back to a library call)."""
     return call_llvm(builder, "llvm.fmuladd.v16f32", LLVM_FLOATS, x, y, z)
 
 
 def int_constant(value: int):
-    """Sixteen times the same 32-bit pattern."""
+    """Make a vector of sixteen times the same 32-bit pattern."""
     signed = value - (1 << 32) if value >= 1 << 31 else value
     return ir.Constant(LLVM_INTS, [signed] * LANES)
 
@@ -177,17 +177,17 @@ def _call(builder, result, address, *values):
 
 @operation(SOLVER.return_type, types.int64, *SOLVER.args)
 def call_solver(builder, address, x, index, p, other, n, u):
-    """One of the solvers of `threshold` and `above_two`."""
+    """Call one of the solvers of `threshold` and `above_two`."""
     return _call(builder, I64, address, x, index, p, other, n, u)
 
 
 @operation(SHORT_ROWS.return_type, types.int64, *SHORT_ROWS.args)
 def call_short_rows(builder, address, batch, rows):
-    """`row_groups.solve_short_rows`."""
+    """Call `row_groups.solve_short_rows`."""
     _call(builder, ir.VoidType(), address, batch, rows)
 
 
 @operation(FULL_ROWS.return_type, types.int64, *FULL_ROWS.args)
 def call_full_rows(builder, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
-    """`row_groups.solve_full_rows`."""
+    """Call `row_groups.solve_full_rows`."""
     return _call(builder, I64, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes)

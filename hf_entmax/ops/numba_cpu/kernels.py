@@ -57,7 +57,7 @@ KERNELS: dict[str, tuple[Any, Callable[..., Any]]] = {
 
 
 class Solvers(NamedTuple):
-    """Addresses: of the solver of every head or row (int64), where these stand, and of two that not every call needs (else 0)."""
+    """The addresses of the solver of every head or row (int64), where these stand, and of two that not every call needs (else 0)."""
 
     single: np.ndarray
     table: int
@@ -66,7 +66,7 @@ class Solvers(NamedTuple):
 
 
 def kernel(name: str) -> compiler.Kernel:
-    """A kernel or solver by its name in `KERNELS`, compiled or loaded from disk at the first call."""
+    """Return a kernel or solver by its name in `KERNELS`, compiled or loaded from disk at the first call."""
     return compiler.known(name) or compiler.load(name, *KERNELS[name])
 
 
@@ -85,7 +85,7 @@ def find_solvers(u: np.ndarray, name: str, soon: Sequence[str] = ()) -> Solvers:
 
 @lru_cache(maxsize=256)
 def attention_solvers(u: bytes, training: bool) -> Solvers:
-    """What the forward kernel needs for ``u`` (float64 [H], as bytes); alphas that are learned leave those with a short form."""
+    """Return what the forward kernel needs for ``u`` (float64 [H], as bytes), in training also for what alphas turn into."""
     return find_solvers(np.frombuffer(u), "forward", ("backward", "general", "short_rows") if training else ())
 
 

@@ -161,7 +161,7 @@ ROWS_RECORD = np.dtype(
 
 
 def structure(dtype: np.dtype) -> type[Any]:
-    """A type of records of this dtype whose fields, and nothing else, are attributes: faster to set than numpy's."""
+    """Make a type of records of this dtype whose fields, and nothing else, are attributes: faster to set than NumPy's."""
     kinds = {"i": ctypes.c_int64, "f": ctypes.c_double}
     fields = [(name, kinds[dtype[name].kind]) for name in dtype.names or ()]
     return type("Record", (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
@@ -205,38 +205,38 @@ BOUND_ROWS = 4
 
 
 def vectors(size: int) -> int:
-    """How many vectors hold ``size`` floats."""
+    """Return how many vectors hold ``size`` floats."""
     return -(-size // LANES)
 
 
 def _row_bytes(columns: int) -> int:
-    """A row of numbers with room for the padding that a solver writes after them, in whole vectors."""
+    """Return the bytes of a row of numbers and of the padding that a solver writes after them, in whole vectors."""
     return 4 * (columns + 4 * LANES)
 
 
 def dense_row_bytes(width, store_gradient):
-    """``width`` dense weights in whole vectors, and as much for the gradient of their scores if that is stored."""
+    """Return the bytes of ``width`` dense weights in whole vectors, and of the gradient of their scores if that is stored."""
     return (width + LANES - 1) // LANES * (2 * VECTOR if store_gradient != 0 else VECTOR)
 
 
 def entry_bytes(store_gradient: bool) -> int:
-    """One entry of a sparse row: its column, its weight, and the gradient of its score if that is stored."""
+    """Return the bytes of an entry of a sparse row: its column, its weight, and the gradient of its score if that is stored."""
     return 12 if store_gradient else 8
 
 
 def block_bytes(block_rows: int, keys: int, store_gradient: bool) -> int:
-    """The most that a block of rows keeps: all entries of its rows, sparse or dense."""
+    """Return the most bytes that a block of rows keeps: all entries of its rows, sparse or dense."""
     row = max(keys * entry_bytes(store_gradient), dense_row_bytes(keys, store_gradient))
     return block_rows * row + SPARE
 
 
 def slot_bytes(length: int) -> int:
-    """The support of one of the independent rows: columns, then weights."""
+    """Return the bytes of the support of one of the independent rows: columns, then weights."""
     return VECTOR * vectors(2 * length) + SPARE
 
 
 def forward_scratch(depth_vectors: int, padded_keys: int, block_rows: int, span: int, direct: bool) -> dict[str, int]:
-    """Scratch of a thread of the forward kernel, by field of the record: packed keys first, then what the offsets name."""
+    """Divide the scratch of a thread of the forward kernel, by field of the record: packed keys first, then what the offsets name."""
     pack = 0 if direct else VECTOR * depth_vectors * padded_keys
     limits = pack + VECTOR * depth_vectors * block_rows
     rows = limits + ROW_LIMITS * block_rows
@@ -254,7 +254,7 @@ def forward_scratch(depth_vectors: int, padded_keys: int, block_rows: int, span:
 
 
 def backward_scratch(value_vectors: int, padded_keys: int, block_rows: int, span: int) -> dict[str, int]:
-    """Scratch of a thread of the backward kernel: packed values first; only touched where a block was dense."""
+    """Divide the scratch of a thread of the backward kernel: packed values first, touched only where a block was dense."""
     pack = VECTOR * value_vectors * padded_keys
     rows = pack + VECTOR * value_vectors * block_rows
     row = _row_bytes(padded_keys)
@@ -271,7 +271,7 @@ def backward_scratch(value_vectors: int, padded_keys: int, block_rows: int, span
 
 
 def bounds_scratch(depth_vectors: int, rows: int) -> dict[str, int]:
-    """Scratch of a thread that computes bounds for ``rows`` rows: their queries, then what a few rows need for a page."""
+    """Divide the scratch of a thread that computes bounds for ``rows`` rows: their queries, then what a few rows need for a page."""
     weights = VECTOR * depth_vectors * (rows + 1)
     scalars = weights + 2 * LANES * depth_vectors * BOUND_ROWS
     tops = scalars + 16 * BOUND_ROWS
@@ -285,7 +285,7 @@ def bounds_scratch(depth_vectors: int, rows: int) -> dict[str, int]:
 
 
 def exact_scratch(depth_vectors: int, value_vectors: int, keys: int) -> dict[str, int]:
-    """Scratch of a thread that solves one row at a time: its query, sixteen keys or values, lists of all keys."""
+    """Divide the scratch of a thread that solves one row at a time: its query, sixteen keys or values, lists of all keys."""
     wide = VECTOR * depth_vectors
     rows = wide + VECTOR * LANES * max(depth_vectors, value_vectors)
     row = _row_bytes(keys)
@@ -293,7 +293,7 @@ def exact_scratch(depth_vectors: int, value_vectors: int, keys: int) -> dict[str
 
 
 def rows_scratch(length: int) -> dict[str, int]:
-    """Scratch of a thread of the kernels for independent rows: four rows first."""
+    """Divide the scratch of a thread of the kernels for independent rows: four rows first."""
     row = _row_bytes(length)
     return {
         "row_bytes": row,
@@ -304,5 +304,5 @@ def rows_scratch(length: int) -> dict[str, int]:
 
 
 def _whole(size: int) -> int:
-    """With the spare vector, in whole vectors: threads' parts lie behind each other."""
+    """Add the spare vector and round up to whole vectors: the parts of threads lie behind each other."""
     return VECTOR * vectors((size + SPARE + 3) // 4)

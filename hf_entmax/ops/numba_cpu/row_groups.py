@@ -38,7 +38,7 @@ _takes_short_rows = jit(solved_as_short_rows)
 
 @jit_inline
 def belongs(n, u):
-    """Whether a row is solved here."""
+    """Tell whether a row is a short one."""
     return 1 < n <= BATCH_WIDTH and _takes_short_rows(u)
 
 
@@ -57,7 +57,7 @@ def collect(batch, lane, x, index, n, u, place):
 
 @jit
 def _iterate(batch, width):
-    """Newton's method in all lanes; leaves the weights by candidate."""
+    """Run Newton's method in all lanes; leave the weights by candidate."""
     u = load(batch + BATCH_U)
     inverse = splat(_ONE) / u
     # As in `threshold`: how small a last step must be to be applied by its first-order effect.
@@ -107,20 +107,20 @@ def solve_short_rows(batch, rows):
 
 @jit
 def row_of_lane(batch, lane):
-    """The place given to `collect`."""
+    """Return the place given to `collect`."""
     return read_i64(batch + BATCH_PLACE + 8 * lane)
 
 
 @jit
 def keep_lane(batch, lane, target):
-    """Write the support of a solved lane to ``target``; returns its size."""
+    """Write the support of a solved lane to ``target``; return its size."""
     n = read_i64(batch + BATCH_SIZE + 8 * lane)
     return keep_support(batch + BATCH_ROW * lane, batch + BATCH_INDEX + BATCH_ROW * lane, n, target)
 
 
 @jit
 def _sum_scores(s, columns, top, place):
-    """Sum and sum of squares of the allowed scores relative to ``top``, by lane, and how many they are."""
+    """Write sum and sum of squares of the allowed scores relative to ``top``, by lane; return how many there are."""
     shift, lowest = splat(top), splat(_FORBIDDEN)
     total, squares, n = splat(_ZERO), splat(_ZERO), 0
     for j in range(0, columns, LANES):
@@ -137,7 +137,7 @@ def _sum_scores(s, columns, top, place):
 
 @jit
 def _start(group, u):
-    """The first c of every row, as in `threshold._start`."""
+    """Write the first c of every row, as `threshold._start` does."""
     n = load(group + GROUP_COUNT)
     slope = splat(_f(u))
     mean = row_sums(group) / n
@@ -151,7 +151,7 @@ def _start(group, u):
 
 @jit
 def _steps(group, rows, u):
-    """The Newton step of every row, refined where it is the last one; returns whether it is that for all rows."""
+    """Take the Newton step of every row, refined where it is the last one; return whether it is that for all rows."""
     s0, s1 = row_sums(group), row_sums(group + GROUP_SUMS)
     s2, s3 = row_sums(group + 2 * GROUP_SUMS), row_sums(group + 3 * GROUP_SUMS)
     slope = splat(_f(u))
@@ -171,13 +171,13 @@ def _steps(group, rows, u):
 
 @jit
 def _columns(limits, low, t):
-    """First column (whole vectors after ``low``) and one past the last of a row."""
+    """Return the first column (whole vectors after ``low``) and one past the last of a row."""
     row_low, high, _ = noted_limits(limits, t)
     return low + (row_low - low) // LANES * LANES, high
 
 
 def solve_full_rows(limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
-    """Weights of up to sixteen rows.
+    """Solve up to sixteen full rows.
 
     Args:
         limits: address of the rows' first column, one past the last, and maximum (`layout.ROW_LIMITS` bytes a row).

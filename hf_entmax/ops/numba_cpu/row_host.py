@@ -26,7 +26,7 @@ ABOVE_TWO = True
 
 
 def _shift_alpha(u: float | Tensor, rows: int) -> tuple[np.ndarray, int]:
-    """``u`` in float64, and its bytes per row."""
+    """Return ``u`` in float64, and its bytes per row."""
     if not isinstance(u, Tensor):
         return np.array([float(u)]), 0
     values = np.ascontiguousarray(u.detach().double().reshape(-1).numpy())
@@ -57,7 +57,7 @@ class _Call:
 def solve_rows(
     scores: Tensor, u: float | Tensor, *, floor: float = -math.inf, out: Tensor | None = None
 ) -> RowSolution:
-    """Entmax of each row.
+    """Map each row by entmax.
 
     Args:
         scores: ``[n, V]`` with ``V >= 1``, float32, bfloat16 or float16, on the CPU.
@@ -108,7 +108,7 @@ def solve_rows(
 def recompute_rows(
     scores: Tensor, maximum: Tensor, shift: Tensor, scale: Tensor, u: float | Tensor, out: Tensor
 ) -> None:
-    """All weights of rows that were solved before, times ``scale``.
+    """Write all weights of rows that were solved before, times ``scale``.
 
     ``scores`` and ``u``, at most 1, are as given to `solve_rows`, ``maximum`` and ``shift`` ``[n, 1]`` as returned by it, and
     finite; ``scale`` ``[n, 1]`` may hold whatever else the weights are to be multiplied by; ``out`` is contiguous float32.

@@ -32,7 +32,7 @@ _STRETCH = 64 * LANES
 
 @jit
 def _copy_tail(s, whole, length, tail):
-    """The entries that fill no vector, filled up with -inf: a load past the last row might leave its memory page."""
+    """Copy the entries that fill no vector, and fill that up with -inf: a load past the last row might leave its memory page."""
     store(tail, splat(_MINUS_INFINITY))
     for j in range(whole, length):
         write_f32(tail + 4 * (j - whole), read_f32(s + 4 * j))
@@ -40,7 +40,7 @@ def _copy_tail(s, whole, length, tail):
 
 @jit
 def _top(s, whole, length, tail):
-    """The maximum of a row, as `scores.row_maximum`."""
+    """Return the maximum of a row, as `scores.row_maximum` does."""
     top = row_maximum(s, 0, whole)
     if whole == length or math.isnan(top):
         return top
@@ -58,7 +58,7 @@ def _candidates(s, whole, length, tail, top, u, x, index):
 
 @jit
 def _sums(weights, n, x, s, index, top):
-    """Sum of the weights and of ``weight * (z - m)`` of a support; ``x`` (or 0: looked up in ``s``) are its ``z - m``."""
+    """Sum the weights and ``weight * (z - m)`` of a support; ``x`` (or 0: looked up in ``s``) are its ``z - m``."""
     total, expected = 0.0, 0.0
     if x == 0:
         for k in range(n):
@@ -117,7 +117,7 @@ def _note_nothing(r, row, n, top):
 
 @jit
 def _largest(weights, n):
-    """The largest weight, that of the largest score."""
+    """Return the largest weight, that of the largest score."""
     best = splat(_ZERO)
     for k in range(0, n, LANES):
         best = maximum(select(first_lanes(n - k), load(weights + 4 * k), splat(_ZERO)), best)
@@ -126,7 +126,7 @@ def _largest(weights, n):
 
 @jit
 def _smallest(weights, x, n):
-    """The smallest weight above 0 and its score: for ``u > 1`` the shift is known best from there."""
+    """Return the smallest weight above 0 and its score: for ``u > 1`` the shift is known best from there."""
     least, score = np.inf, 0.0
     for k in range(n):
         weight = float(read_f32(weights + 4 * k))
@@ -225,7 +225,7 @@ def run_write(record):
 
 @jit_inline
 def _weights(x, u, c):
-    """The weights at shift ``c`` of sixteen scores relative to their maximum, for ``u <= 1``."""
+    """Return the weights at shift ``c`` of sixteen scores relative to their maximum, for ``u <= 1``."""
     one, zero = splat(_ONE), splat(_ZERO)
     if u < SOFTMAX_U:
         return exp(x - splat(_f(c)))
@@ -246,7 +246,7 @@ def _weights(x, u, c):
 
 
 def run_recompute(record):
-    """Dense weights of rows that were solved before, for ``u <= 1``, times the scale of each row."""
+    """Write dense weights of rows that were solved before, for ``u <= 1``, times the scale of each row."""
     r = carray(record, 1)[0]
     tail = r.scratch + r.scratch_bytes * atomic_increment(r.counters + 8)
     whole = r.length // LANES * LANES

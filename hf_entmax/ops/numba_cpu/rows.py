@@ -28,13 +28,13 @@ dense_row_bytes = jit(layout.dense_row_bytes)
 
 @jit_inline
 def stored_row(r, row):
-    """Where a row's support lies, and its size (-1 - width where it is stored densely)."""
+    """Return where a row's support lies, and its size (-1 - width where it is stored densely)."""
     return read_i64(r.row_address + 8 * row), np.int64(read_i32(r.row_size + 4 * row))
 
 
 @jit
 def block_rows(r, block):
-    """First row and number of rows of a block; row = query head within the group * T_q + query."""
+    """Return the first row and the number of rows of a block; row = query head within the group * T_q + query."""
     if r.stacked != 0:
         first = block * r.block_rows
         return first, min(r.block_rows, r.groups * r.queries - first)
@@ -46,7 +46,7 @@ def block_rows(r, block):
 
 @jit
 def item_blocks(r, item):
-    """Batch, key head and block range of a work item."""
+    """Return batch, key head and block range of a work item."""
     chunk = item % r.chunks
     pair = item // r.chunks
     start = chunk * r.blocks // r.chunks
@@ -56,13 +56,13 @@ def item_blocks(r, item):
 
 @jit
 def place_row(r, h_kv, row):
-    """Query head and query of a row."""
+    """Return query head and query of a row."""
     return h_kv * r.groups + row // r.queries, row % r.queries
 
 
 @jit
 def dropout_key(seed, row):
-    """A 64-bit key for one row of one call."""
+    """Make a 64-bit key for one row of one call."""
     z = np.uint64(seed) + np.uint64(row + 1) * _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
@@ -79,7 +79,7 @@ def drop_dense(line, low, width, key, limit, factor, target):
 
 @jit
 def drop_sparse(weights, index, n, key, limit, factor, target):
-    """Dropped and rescaled weights of a sparse row."""
+    """Apply dropout to a sparse row."""
     for k in range(0, n, LANES):
         kept = hashed_keep(load_index(index + 4 * k), key, limit)
         store(target + 4 * k, select(kept, load(weights + 4 * k) * splat(_f(factor)), splat(_f(0.0))))
@@ -87,7 +87,7 @@ def drop_sparse(weights, index, n, key, limit, factor, target):
 
 @jit
 def _count_row(r, row):
-    """How many weights of a row are not zero."""
+    """Count the weights of a row that are not zero."""
     line, size = stored_row(r, row)
     if size >= 0:
         return size
@@ -101,7 +101,7 @@ def _count_row(r, row):
 
 @jit
 def _write_sparsely(r, row):
-    """Columns and weights of a row, from its place in the piece on."""
+    """Write columns and weights of a row, from its place in the piece on."""
     source, size = stored_row(r, row)
     place = read_i64(r.row_offsets + 8 * row)
     columns, values = r.columns + 4 * place, r.values + 4 * place
@@ -123,7 +123,7 @@ def _write_sparsely(r, row):
 
 @jit
 def _write_densely(r, row):
-    """All weights of a row, zeros included."""
+    """Write all weights of a row, zeros included."""
     source, size = stored_row(r, row)
     line = r.weights + 4 * r.keys * row
     write_row(line, 0, r.keys, source, source + 4 * size, max(size, 0))

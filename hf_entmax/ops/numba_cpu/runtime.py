@@ -48,7 +48,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _openmp() -> Any:
-    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP runtime in this process, or None."""
+    """Return ``GOMP_parallel(function, data, threads, flags)`` of the OpenMP runtime in this process, or None."""
     if not _state.openmp_known:
         found = None
         if sys.platform.startswith("linux") and torch.backends.openmp.is_available():
@@ -78,7 +78,7 @@ def _run_in_pool(run: Kernel, record: int, threads: int) -> None:
 
 
 def storage(size: int) -> Tensor:
-    """Memory for the kernels, in bytes."""
+    """Allocate bytes for the kernels."""
     return torch.empty(size, dtype=torch.uint8)
 
 

@@ -25,13 +25,13 @@ _DEEPEST = 104.0
 
 @jit_inline
 def term_row(address, stride_b, stride_h, stride_t, b, h, i):
-    """Where the row of an additive term or mask begins."""
+    """Return the address at which the row of an additive term or mask begins."""
     return address + b * stride_b + h * stride_h + i * stride_t
 
 
 @jit_inline
 def mask_allows(kind, row, j):
-    """Whether a term allows column j; kind 1 is bool, 2 float."""
+    """Tell whether a term allows column j; kind 1 is bool, 2 float."""
     if kind == 1:
         return read_u8(row + j) != 0
     return read_f32(row + 4 * j) > MASKED_BELOW
@@ -46,7 +46,7 @@ def _mask_allows_any(kind, row, j):
 
 @jit
 def row_limits(r, b, h, i):
-    """The columns [low, high) outside of which row i may certainly not look."""
+    """Return the columns [low, high) outside of which row i may certainly not look."""
     low, high = 0, r.keys
     if r.key_limits != 0:
         low = np.int64(read_i32(r.key_limits + 8 * b))
@@ -72,14 +72,14 @@ def row_limits(r, b, h, i):
 
 @jit_inline
 def noted_limits(limits, t):
-    """First column, one past the last, and maximum of a row of a block."""
+    """Return the first column, one past the last, and the maximum of a row of a block."""
     place = limits + ROW_LIMITS * t
     return read_i64(place), read_i64(place + 8), read_f32(place + 16)
 
 
 @jit
 def cap(s, low, high, softcap):
-    """Softcap, in place on the columns [low, high) and up to a vector more."""
+    """Apply the softcap in place to the columns [low, high) and up to a vector more."""
     inverse, factor = splat(_f(1.0 / softcap)), splat(_f(softcap))
     for j in range(low, high, LANES):
         store(s + 4 * j, tanh(load(s + 4 * j) * inverse) * factor)
@@ -113,7 +113,7 @@ def _forbid(s, low, high, row):
 
 @jit
 def add_terms(r, s, b, h, i, low, high):
-    """Softcap, then position bias and mask, in place on the columns [low, high)."""
+    """Apply softcap, then position bias and mask, in place to the columns [low, high)."""
     if r.softcap != 0.0:
         cap(s, low, high, r.softcap)
     if r.bias != 0:
@@ -126,7 +126,7 @@ def add_terms(r, s, b, h, i, low, high):
 
 @jit
 def row_maximum(s, low, high):
-    """The largest score; NaN when a score is NaN or +inf, -inf when there is none."""
+    """Return the largest score; NaN when a score is NaN or +inf, -inf when there is none."""
     m0 = m1 = m2 = m3 = splat(_MINUS_INFINITY)
     bad = no_lanes()
     j = low
@@ -155,7 +155,7 @@ def _reach(u):
 
 @jit
 def count_candidates(s, low, high, top, u):
-    """How many scores lie above ``top - 1/u``."""
+    """Count the scores above ``top - 1/u``."""
     floor = splat(_f(top - _reach(u)))
     n = 0
     j = low
@@ -177,7 +177,7 @@ def relative(s, low, high, top, x):
 
 @jit
 def candidates(s, low, high, top, u, x, index):
-    """Collect the scores above ``top - 1/u`` relative to ``top``, and their columns; returns how many."""
+    """Collect the scores above ``top - 1/u`` relative to ``top``, and their columns; return how many."""
     shift = splat(top)
     floor = splat(_f(-_reach(u)))
     n = 0

@@ -14,37 +14,37 @@ from .intrinsics import (
 
 @operation(floats, types.float32)
 def splat(builder, x):
-    """A vector of sixteen times the same number."""
+    """Make a vector of sixteen times the same number."""
     return broadcast(builder, x)
 
 
 @operation(floats, types.int64)
 def load(builder, address):
-    """Sixteen consecutive float32 at ``address``."""
+    """Load sixteen consecutive float32."""
     return load_vector(builder, address)
 
 
 @operation(types.void, types.int64, floats)
 def store(builder, address, value):
-    """Write sixteen float32 at ``address``."""
+    """Store sixteen consecutive float32."""
     store_vector(builder, value, address)
 
 
 @operation(ints, types.int64)
 def load_index(builder, address):
-    """Sixteen consecutive int32 at ``address``."""
+    """Load sixteen consecutive int32."""
     return builder.load(pointer(builder, address, LLVM_INTS), align=4)
 
 
 @operation(types.void, types.int64, ints)
 def store_index(builder, address, value):
-    """Write sixteen int32 at ``address``."""
+    """Store sixteen consecutive int32."""
     builder.store(value, pointer(builder, address, LLVM_INTS), align=4)
 
 
 @operation(lanes, types.int64)
 def load_bytes(builder, address):
-    """Which of the sixteen bytes at ``address`` are not zero."""
+    """Tell which of sixteen consecutive bytes are not zero."""
     llvm_type = ir.VectorType(I8, LANES)
     value = builder.load(pointer(builder, address, llvm_type), align=1)
     return builder.icmp_unsigned("!=", value, ir.Constant(llvm_type, [0] * LANES))
@@ -77,62 +77,62 @@ def atomic_increment(builder, address):
 
 @operation(floats, floats, floats, floats)
 def muladd(builder, x, y, z):
-    """``x * y + z``."""
+    """Return ``x * y + z``."""
     return fused_multiply_add(builder, x, y, z)
 
 
 @operation(floats, floats, floats)
 def maximum(builder, x, y):
-    """The larger of two vectors, lane by lane (``y`` where either is NaN)."""
+    """Return the larger of two vectors, lane by lane (``y`` where either is NaN)."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 @operation(lanes, floats, floats)
 def greater(builder, x, y):
-    """Lanes where ``x > y``."""
+    """Tell in which lanes ``x > y``."""
     return builder.fcmp_ordered(">", x, y)
 
 
 @operation(lanes, floats)
 def is_nan(builder, x):
-    """Lanes that hold NaN."""
+    """Tell which lanes hold NaN."""
     return builder.fcmp_unordered("uno", x, x)
 
 
 @operation(lanes, lanes, lanes)
 def either(builder, x, y):
-    """Lanes set in one mask or the other."""
+    """Return the lanes set in one mask or the other."""
     return builder.or_(x, y)
 
 
 @operation(lanes, lanes, lanes)
 def both(builder, x, y):
-    """Lanes set in both masks."""
+    """Return the lanes set in both masks."""
     return builder.and_(x, y)
 
 
 @operation(lanes)
 def no_lanes(builder):
-    """The empty mask."""
+    """Return the empty mask."""
     return ir.Constant(LLVM_MASK, [0] * LANES)
 
 
 @operation(lanes, types.int64)
 def first_lanes(builder, n):
-    """The mask of the first ``n`` lanes (all of them when ``n >= 16``)."""
+    """Return the mask of the first ``n`` lanes (all of them when ``n >= 16``)."""
     count = broadcast(builder, builder.trunc(n, I32), LLVM_INTS)
     return builder.icmp_signed("<", ir.Constant(LLVM_INTS, list(range(LANES))), count)
 
 
 @operation(floats, lanes, floats, floats)
 def select(builder, mask, x, y):
-    """``x`` where the mask is set, else ``y``."""
+    """Return ``x`` where the mask is set, else ``y``."""
     return builder.select(mask, x, y)
 
 
 @operation(types.int64, lanes)
 def count(builder, mask):
-    """How many lanes are set."""
+    """Count the lanes that are set."""
     bits = builder.bitcast(mask, I16)
     return builder.zext(call_llvm(builder, "llvm.ctpop.i16", I16, bits), I64)
 
@@ -156,7 +156,7 @@ max_lanes = _reduction("fmax", None)
 
 @operation(ints, types.int64)
 def indices(builder, start):
-    """``start, start + 1, ..., start + 15`` as int32."""
+    """Return ``start, start + 1, ..., start + 15`` as int32."""
     first = broadcast(builder, builder.trunc(start, I32), LLVM_INTS)
     return builder.add(first, ir.Constant(LLVM_INTS, list(range(LANES))))
 
@@ -198,7 +198,7 @@ def round_nearest(builder, x):
 
 @operation(floats, floats, floats)
 def scale_by_power_of_two(builder, x, n):
-    """``x * 2**n`` for integral ``n`` in [-126, 127], by building the float 2**n from its exponent bits."""
+    """Return ``x * 2**n`` for integral ``n`` in [-126, 127], by building the float 2**n from its exponent bits."""
     exponent = builder.add(builder.fptosi(n, LLVM_INTS), int_constant(127))
     power = builder.bitcast(builder.shl(exponent, int_constant(23)), LLVM_FLOATS)
     return builder.fmul(x, power)
@@ -210,14 +210,14 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 @operation(floats, floats)
 def binary_exponent(builder, x):
-    """The integer ``e`` (as float) for which ``x / 2**e`` lies in [sqrt(1/2), sqrt(2)); x > 0 and not subnormal."""
+    """Return the integer ``e`` (as float) for which ``x / 2**e`` lies in [sqrt(1/2), sqrt(2)); x > 0 and not subnormal."""
     bits = builder.sub(builder.bitcast(x, LLVM_INTS), int_constant(_SQRT_HALF_BITS))
     return builder.sitofp(builder.ashr(bits, int_constant(23)), LLVM_FLOATS)
 
 
 @operation(floats, floats)
 def binary_mantissa(builder, x):
-    """``x / 2**binary_exponent(x)``."""
+    """Return ``x / 2**binary_exponent(x)``."""
     bits = builder.bitcast(x, LLVM_INTS)
     offset = builder.sub(bits, int_constant(_SQRT_HALF_BITS))
     exponent = builder.and_(offset, int_constant(-(1 << 23)))
@@ -226,7 +226,7 @@ def binary_mantissa(builder, x):
 
 @operation(lanes, ints, types.int64, types.int64)
 def hashed_keep(builder, index, key, threshold):
-    """Lanes whose hash of (index, key) is at least ``threshold``: a dropout mask that can be drawn again.
+    """Return the lanes whose hash of (index, key) is at least ``threshold``: a dropout mask that can be drawn again.
 
     ``key`` is a 64-bit number: its halves enter before and between the two rounds of a 32-bit integer mix.
     """

@@ -29,18 +29,18 @@ class Support:
     store_gradient: bool
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, in the order `restore` takes them."""
+        """Return all tensors, in the order in which `restore` takes them."""
         return [self.row_address, self.row_size, self.row_start, self.bases, *self.slabs]
 
     def without_tensors(self) -> Support:
-        """What remains to be kept when autograd keeps the tensors."""
+        """Return what remains to be kept when autograd keeps the tensors."""
         nothing = torch.empty(0)
         return dataclasses.replace(
             self, slabs=[], bases=nothing, row_address=nothing, row_size=nothing, row_start=nothing
         )
 
     def restore(self, tensors: Sequence[Tensor]) -> Support:
-        """The support in the memory of ``tensors``.
+        """Return the support in the memory of ``tensors``.
 
         Hooks for saved tensors may have moved the slabs, say to a disk and back, or made them anew as checkpointing does:
         what the addresses are relative to is known from ``bases``, which comes the same way as they do.
@@ -55,7 +55,7 @@ class Support:
         return dataclasses.replace(self, slabs=slabs, bases=now, row_address=address, row_size=size, row_start=start)
 
     def in_one_piece(self) -> Support:
-        """The same rows behind each other, in memory whose size follows from them alone.
+        """Copy the rows behind each other, into memory whose size follows from them alone.
 
         How many slabs are begun is a matter of which thread takes which rows, but checkpointing compares the shapes of what
         is saved in both of its passes.

@@ -59,19 +59,19 @@ NO_COLUMNS = np.int64(0)
 
 
 def solver_name(u: float) -> str:
-    """The name in `kernels.KERNELS` of the solver that takes a row by itself."""
+    """Return the name in `kernels.KERNELS` of the solver that takes a row by itself."""
     if u < SOFTMAX_U:
         return "softmax"
     return {0.5: "square", 1.0: "linear"}.get(u, "general" if u < 1.0 else "above_two")
 
 
 def solved_as_short_rows(u):
-    """Whether rows with few candidates are solved sixteen at a time: there is no closed form, and no delicate limit."""
+    """Tell whether rows with few candidates are solved sixteen at a time: there is no closed form, and no delicate limit."""
     return SMALL_U <= u < 1.0 and u != 0.5
 
 
 def solved_as_full_rows(u):
-    """Whether rows of which nearly every score is a candidate are solved sixteen at a time, where they stand."""
+    """Tell whether rows of which nearly every score is a candidate are solved sixteen at a time, where they stand."""
     return SOFTMAX_U <= u < SMALL_U
 
 
@@ -82,7 +82,7 @@ def _pad(x, n):
 
 @jit
 def _newton_step(s, t, u):
-    """The step in c from S and sum p**(1-u)."""
+    """Return the step in c from S and sum p**(1-u)."""
     e = math.log(s)
     if abs(u * e) < 1e-3:
         return s * e * (1.0 - 0.5 * u * e * (1.0 - u * e / 3.0)) / t
@@ -91,7 +91,7 @@ def _newton_step(s, t, u):
 
 @jit_inline
 def _drop_zeros(x, index, n, lowest):
-    """Keep the candidates above ``lowest``; returns how many there are."""
+    """Keep the candidates above ``lowest``; return how many there are."""
     kept = 0
     for k in range(0, n, LANES):
         value = load(x + 4 * k)
@@ -105,7 +105,7 @@ def _drop_zeros(x, index, n, lowest):
 
 
 def solve_softmax(x, index, p, s, n, u):
-    """Alpha = 1."""
+    """Solve a row for alpha = 1."""
     total = splat(_ZERO)
     for k in range(0, n, LANES):
         value = exp(load(x + 4 * k))
@@ -119,7 +119,7 @@ def solve_softmax(x, index, p, s, n, u):
 
 @jit_inline
 def _solve_power(x, index, p, n, u):
-    """Alpha = 2 and 1.5, whose weights are y and y**2 with y = 1 + u (x - c): neither logarithm nor exponential.
+    """Solve a row for alpha = 2 or 1.5, with weights y or y**2 of y = 1 + u (x - c): neither logarithm nor exponential.
 
     For alpha = 2, S is piecewise linear, so Newton ends after finitely many steps.
     """
@@ -149,18 +149,18 @@ def _solve_power(x, index, p, n, u):
 
 
 def solve_linear(x, index, p, s, n, u):
-    """Alpha = 2."""
+    """Solve a row for alpha = 2."""
     return _solve_power(x, index, p, n, 1.0)
 
 
 def solve_square(x, index, p, s, n, u):
-    """Alpha = 1.5."""
+    """Solve a row for alpha = 1.5."""
     return _solve_power(x, index, p, n, 0.5)
 
 
 @jit
 def _rough_sums(x, n, u, c):
-    """S and sum p**(1-u) at c, to about 2e-4."""
+    """Return S and sum p**(1-u) at c, to about 2e-4."""
     slope, base = splat(_f(u)), splat(_f(1.0 - u * c))
     exponent, floor = splat(_f(1.0 / u)), splat(_ROUGH_FLOOR)
     total, slopes = splat(_ZERO), splat(_ZERO)
@@ -176,7 +176,7 @@ def _rough_sums(x, n, u, c):
 
 @jit
 def _accurate_sums(x, p, s, n, u, c):
-    """Write p and p**(1-u) at c; returns their sums."""
+    """Write p and p**(1-u) at c; return their sums."""
     slope, base, inverse = splat(_f(u)), splat(_f(1.0 - u * c)), splat(_f(1.0 / u))
     total, slopes = splat(_ZERO), splat(_ZERO)
     for k in range(0, n, LANES):
@@ -192,7 +192,7 @@ def _accurate_sums(x, p, s, n, u, c):
 
 @jit
 def _start(x, n, u):
-    """A first c from mean and variance of the candidates, and the variance's part in log S.
+    """Return a first c from mean and variance of the candidates, and the variance's part in log S.
 
     By Jensen's inequality (1/u >= 1) the solution lies at or above ``mean + (1 - n**-u) / u``.
     """
@@ -215,7 +215,7 @@ def _start(x, n, u):
 
 @jit
 def _rough_start(x, index, n, u, c):
-    """Steps from ``c`` until what is left is below the roughness of the sums; returns c and how many candidates are left."""
+    """Step from ``c`` until what is left is below the roughness of the sums; return c and how many candidates are left."""
     for iteration in range(12):
         total, slopes = _rough_sums(x, n, u, c)
         step = _newton_step(total, slopes, u) if total > 1.0 + 1e-3 else 0.0
@@ -230,7 +230,7 @@ def _rough_start(x, index, n, u, c):
 
 @jit
 def moments_near_softmax(x, p, inverses, columns, u, top, c):
-    """Write p and 1/y at c, for small u; returns sum p y**-j for j = 0 to 3, by lane.
+    """Write p and 1/y at c, for small u; return sum p y**-j for j = 0 to 3, by lane.
 
     log1p(v) = log(1 + v) + (v - ((1 + v) - 1)) / (1 + v) restores the digits that y = 1 + v loses.
     """
@@ -273,7 +273,7 @@ def expand_last_step(p, inverses, n, u, step):
 
 @jit
 def _solve_near_softmax(x, p, inverses, n, u, c):
-    """Accurate steps for small u, where p is a smooth function of c down to its zeros: the last one is expanded."""
+    """Take accurate steps for small u, where p is a smooth function of c down to its zeros: the last one is expanded."""
     second, third = 0.5 * (1.0 - u), (1.0 - u) * (1.0 - 2.0 * u) / 6.0
     for _ in range(24):
         sums = moments_near_softmax(x, p, inverses, n, u, _ZERO, c)
@@ -291,7 +291,7 @@ def _solve_near_softmax(x, p, inverses, n, u, c):
 
 
 def solve_general(x, index, p, s, n, u):
-    """Any alpha in (1, 2): rough steps while c is far, then accurate ones."""
+    """Solve a row for any alpha in (1, 2): rough steps while c is far, then accurate ones."""
     c, curvature = 0.0, np.inf
     if n > _LONG:
         c, curvature = _start(x, n, u)
@@ -317,7 +317,7 @@ def solve_general(x, index, p, s, n, u):
 
 @jit
 def solve_row(solver, x, index, p, s, n, u):
-    """Weights of the ``n >= 1`` candidates of one row by the solver at an address; returns how many there are now."""
+    """Write the weights of the ``n >= 1`` candidates of a row by the solver at an address; return how many there are now."""
     if n == 1:
         write_f32(p, _ONE)
         return n
@@ -327,7 +327,7 @@ def solve_row(solver, x, index, p, s, n, u):
 
 @jit
 def count_positive(p, n):
-    """How many of ``n`` weights are above 0."""
+    """Count the weights above 0 among ``n``."""
     positive = 0
     for k in range(0, n, LANES):
         positive += count(greater(load(p + 4 * k), select(first_lanes(n - k), splat(_ZERO), splat(_f(np.inf)))))

@@ -49,7 +49,7 @@ class _Loop:
             self.carried.append(phi)
 
     def close(self, updated) -> list:
-        """End the body; the values the loop leaves behind."""
+        """End the body; return the values that the loop leaves behind."""
         builder, latch = self.builder, self.builder.block
         following = builder.add(self.index, _I64(1))
         self.index.add_incoming(following, latch)
@@ -73,7 +73,7 @@ def _load_scalar(builder, address):
 def _make_product_tile(rows: int, vectors: int):
     @operation(types.void, *[types.int64] * 9)
     def product_tile(builder, a, a_row, a_step, b, b_step, c, c_row, depth, accumulate):
-        """C[rows, 16 * vectors] (+)= A[rows, depth] B[depth, 16 * vectors]; A by scalars, B and C by vectors."""
+        """Compute C[rows, 16 * vectors] (+)= A[rows, depth] B[depth, 16 * vectors]; A by scalars, B and C by vectors."""
         offsets = [builder.mul(a_row, _I64(r)) for r in range(rows)]
         loop = _Loop(builder, depth, [_ZERO] * (rows * vectors))
         step_a = builder.add(a, builder.mul(loop.index, a_step))
@@ -111,7 +111,7 @@ _tile_1xn = _make_product_tile(1, TILE_VECTORS)
 
 @jit
 def product(a, a_row, a_step, rows, b, b_step, vectors, c, c_row, depth, accumulate):
-    """C[rows, 16 * vectors] (+)= A[rows, depth] @ B[depth, 16 * vectors].
+    """Compute C[rows, 16 * vectors] (+)= A[rows, depth] @ B[depth, 16 * vectors].
 
     ``a_row``, ``a_step``, ``b_step`` and ``c_row`` are byte strides; B and C are contiguous along their columns. A is
     read by element, so it may be a transposed view.
@@ -182,7 +182,7 @@ def pack_panels(source, source_row, start, stop, depth_vectors, target):
 
 
 def _horizontal_sums(builder, vectors):
-    """The sums over lanes of sixteen vectors, as the lanes of one."""
+    """Return the sums over lanes of sixteen vectors, as the lanes of one."""
     half = LANES // 2
     while half:
         keep = [(j // half) % 2 == 0 for j in range(LANES)]
@@ -202,12 +202,12 @@ def _horizontal_sums(builder, vectors):
 
 @operation(intrinsics.floats, types.int64)
 def row_sums(builder, address):
-    """The sums over lanes of sixteen consecutive vectors at ``address``."""
+    """Return the sums over lanes of sixteen consecutive vectors."""
     return _horizontal_sums(builder, [load_vector(builder, builder.add(address, _I64(64 * i))) for i in range(LANES)])
 
 
 def _gathered_row(builder, index, k, base, row_bytes):
-    """The address of row ``index[k]``."""
+    """Return the address of row ``index[k]``."""
     place = builder.add(index, builder.shl(k, _I64(2)))
     row = builder.sext(builder.load(pointer(builder, place, _I32), align=4), _I64)
     return builder.add(base, builder.mul(row, row_bytes))
@@ -216,7 +216,7 @@ def _gathered_row(builder, index, k, base, row_bytes):
 def _make_dots(gathered: bool):
     @operation(intrinsics.floats, *[types.int64] * 6)
     def dots(builder, x, index, last, base, row_bytes, vectors):
-        """The dot products of ``x`` with sixteen rows; rows past ``last`` repeat it."""
+        """Return the dot products of ``x`` with sixteen rows; rows past ``last`` repeat it."""
         rows = []
         for i in range(LANES):
             lane = builder.select(builder.icmp_signed("<", _I64(i), last), _I64(i), last)
@@ -245,7 +245,7 @@ dots_of_gathered_rows = _make_dots(gathered=True)
 def _make_weighted_sum(vectors: int):
     @operation(types.void, *[types.int64] * 6)
     def weighted_sum(builder, target, weight, index, n, base, row_bytes):
-        """Target = sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time to hide latency."""
+        """Write sum_k weight[k] * row[index[k]] over ``vectors`` vectors; two terms at a time hide latency."""
 
         def term(k, totals):
             scalar = _load_scalar(builder, builder.add(weight, builder.shl(k, _I64(2))))
@@ -274,7 +274,7 @@ def _make_weighted_sum(vectors: int):
 def _make_scatter(vectors: int):
     @operation(types.void, *[types.int64] * 6)
     def scatter(builder, source, weight, index, n, base, row_bytes):
-        """row[index[k]] += weight[k] * source for all k, over ``vectors`` vectors."""
+        """Add weight[k] * source to row[index[k]] for all k, over ``vectors`` vectors."""
         held = [load_vector(builder, builder.add(source, _I64(64 * v))) for v in range(vectors)]
         loop = _Loop(builder, n, [])
         scalar = _load_scalar(builder, builder.add(weight, builder.shl(loop.index, _I64(2))))
@@ -297,7 +297,7 @@ _scatter_wide, _scatter_one = _make_scatter(_CHUNK), _make_scatter(1)
 
 @jit
 def sum_rows(target, weight, index, n, base, row_bytes, vectors):
-    """target[D] = sum over k < n of weight[k] * rows[index[k]], rows of D floats at ``base``."""
+    """Write the sum over k < n of weight[k] * rows[index[k]] to target[D], rows of D floats at ``base``."""
     v = 0
     while v + _CHUNK <= vectors:
         _weighted_sum_wide(target + 64 * v, weight, index, n, base + 64 * v, row_bytes)
@@ -309,7 +309,7 @@ def sum_rows(target, weight, index, n, base, row_bytes, vectors):
 
 @jit
 def add_to_rows(source, weight, index, n, base, row_bytes, vectors):
-    """rows[index[k]] += weight[k] * source[D] for k < n."""
+    """Add weight[k] * source[D] to rows[index[k]] for k < n."""
     v = 0
     while v + _CHUNK <= vectors:
         _scatter_wide(source + 64 * v, weight, index, n, base + 64 * v, row_bytes)
@@ -321,7 +321,7 @@ def add_to_rows(source, weight, index, n, base, row_bytes, vectors):
 
 @jit
 def copy_scaled(source, target, vectors, factor):
-    """Target = factor * source, over whole vectors."""
+    """Write factor * source, over whole vectors."""
     for v in range(vectors):
         store(target + 64 * v, load(source + 64 * v) * splat(factor))
 
@@ -340,7 +340,7 @@ def zero_floats(target, n):
 
 @jit
 def copy_floats(source, target, n):
-    """Write ``n`` floats from ``source`` on to ``target``."""
+    """Copy ``n`` floats."""
     k = 0
     while k + LANES <= n:
         store(target + 4 * k, load(source + 4 * k))
@@ -368,7 +368,7 @@ def _has_nan(target, vectors):
 
 @jit
 def product_of_seen(a, a_row, rows, b, b_step, vectors, c, c_row, depth):
-    """``product`` of A [rows, depth] and B, in which a row of B is not read where A is 0, whatever it holds.
+    """Multiply A [rows, depth] and B as `product` does, without reading a row of B where A is 0, whatever it holds.
 
     A 0 times NaN or infinity is NaN, so only rows of C that hold NaN are summed again, entry by entry.
     """

@@ -40,7 +40,7 @@ def _exp_parts(x):
 
 @jit_inline
 def exp(x):
-    """The exponential, exactly 0 below EXP_FLOOR; x at most 88."""
+    """Return the exponential, exactly 0 below EXP_FLOOR; x is at most 88."""
     n, r = _exp_parts(maximum(x, splat(_f(-87.5))))
     result = scale_by_power_of_two(r + splat(_f(1.0)), n)
     return select(greater(x, splat(EXP_FLOOR)), result, splat(_f(0.0)))
@@ -48,7 +48,7 @@ def exp(x):
 
 @jit_inline
 def expm1(x):
-    """The exponential minus 1 without cancellation near 0; saturates beyond x = 88."""
+    """Return the exponential minus 1 without cancellation near 0; it saturates beyond x = 88."""
     x = select(greater(splat(_EXP_CEILING), x), x, splat(_EXP_CEILING))
     n, r = _exp_parts(maximum(x, splat(EXP_FLOOR)))
     power = scale_by_power_of_two(splat(_f(1.0)), n)
@@ -57,7 +57,7 @@ def expm1(x):
 
 @jit_inline
 def remainder_ratio(x):
-    """``(exp(x) - 1 - x) / x**2`` by its series, for abs(x) up to 0.5."""
+    """Return ``(exp(x) - 1 - x) / x**2`` by its series, for abs(x) up to 0.5."""
     series = splat(_f(1 / 362880))
     series = muladd(series, x, splat(_f(1 / 40320)))
     series = muladd(series, x, splat(_f(1 / 5040)))
@@ -70,7 +70,7 @@ def remainder_ratio(x):
 
 @jit_inline
 def exp_remainder(x):
-    """The exponential minus 1 minus x, accurate to a few units in the last place of the result; x at most 88."""
+    """Return the exponential minus 1 minus x, accurate to a few units in the last place; x is at most 88."""
     square = x * x
     small = greater(splat(_f(0.25)), square)
     return select(small, remainder_ratio(x) * square, expm1(x) - x)
@@ -78,7 +78,7 @@ def exp_remainder(x):
 
 @jit_inline
 def log(x):
-    """Natural logarithm; x at least TINY."""
+    """Return the natural logarithm; x is at least TINY."""
     e = binary_exponent(x)
     f = binary_mantissa(x) - splat(_f(1.0))
     p = splat(_f(-0.07865483241))
@@ -96,7 +96,7 @@ def log(x):
 
 @jit_inline
 def rough_power(y, exponent):
-    """``y ** exponent`` to about 2e-4 for y in [1e-6, 1] and exponent >= 1."""
+    """Return ``y ** exponent`` to about 2e-4 for y in [1e-6, 1] and exponent >= 1."""
     f = binary_mantissa(y) - splat(_f(1.0))
     p = splat(_f(-0.3296432654))
     p = muladd(p, f, splat(_f(0.5174921713)))
@@ -114,6 +114,6 @@ def rough_power(y, exponent):
 
 @jit_inline
 def tanh(x):
-    """Hyperbolic tangent, accurate near 0."""
+    """Return the hyperbolic tangent, accurate near 0."""
     t = expm1(x + x)
     return t / (t + splat(_f(2.0)))
