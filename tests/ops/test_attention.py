@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from conformance import *  # noqa: F403  the tests themselves, and what they need
-from conformance import Subject
+from conformance import ALPHAS, Subject, test_every_alpha
 
 from hf_entmax.ops import available_backends, dense, entmax_attention
 from hf_entmax.ops.attention import attend
@@ -24,9 +24,16 @@ def tensors(dtype=F64, *, kv_heads=H_KV, queries=T_Q, keys=T_K):
 
 
 SUBJECTS = {
-    "torch in float64": Subject("torch", F64, ((1.0, 1.3), (1.0001, 2.0), (1.5, 3.0)), (1.5,)),
-    "torch": Subject("torch"),
-    "numba": Subject("numba", pools=((1.0, 1.05), (1.5, 2.0), (1.7, 1.2)), sharpness=(0.1, 2.0)),
+    "torch": Subject(
+        "torch", F64, ((1.0, 1.3), (1.5, 3.0)), (1.5,), half=((1.0, 1.0),)
+    ),  # in half only softmax has a peer
+    "numba": Subject(
+        "numba",
+        pools=((1.0, 1.05), (1.7, 2.0)),
+        sharpness=(0.1, 2.0),
+        alphas=(*ALPHAS, 1.0000001, 1.001, 1.05, 1.24, 1.26, 1.3, 1.4, 1.49, 1.51, 1.7, 1.99, 1.999),
+        half=((1.2, 1.7), (2.5, 4.0)),
+    ),
 }
 
 
@@ -36,6 +43,17 @@ def subject(request, two_threads):
     if not available_backends()[found.backend].startswith("available"):
         pytest.skip(available_backends()[found.backend])
     return found
+
+
+@pytest.fixture
+def kernel(two_threads):
+    if not available_backends()["numba"].startswith("available"):
+        pytest.skip(available_backends()["numba"])
+    return SUBJECTS["numba"]
+
+
+def test_every_alpha_in_float32():
+    test_every_alpha(Subject("torch"))
 
 
 PADDING = torch.arange(T_K)[None] < torch.tensor([[T_K], [3]])

@@ -57,7 +57,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture
 def subject():
-    return Subject("triton")
+    return Subject("triton", weights=False)
+
+
+@pytest.fixture
+def kernel(subject):
+    return subject
 
 
 def make(B=1, H=2, H_kv=None, T_q=Q, T_k=K, D=16, D_v=None, sharpness=2.0, dtype=torch.float32, alpha=(1.3, 1.75)):
