@@ -107,8 +107,12 @@ class LearnedAlpha(LearnedNumbers):
 
     def forward(self) -> Tensor:
         """Return the values, float32 ``[num_heads]``."""
+        return self.bounded().expand(self.num_heads)
+
+    def bounded(self) -> Tensor:
+        """Return the values in the shape of ``a``, float32."""
         lo, hi = self.bounds
-        return (lo + (hi - lo) * torch.sigmoid(self.a.float())).expand(self.num_heads)
+        return lo + (hi - lo) * torch.sigmoid(self.a.float())
 
     def set_(self, values: Tensor | float) -> None:
         """Set the values in place; those at or beyond a bound are moved just inside it.

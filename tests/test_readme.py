@@ -27,7 +27,10 @@ PAGES = [
     ROOT / "README.md",
     DOCS / "index.md",
     *(DOCS / "guides" / f"{name}.md" for name in GUIDES),
-    *(DOCS / f"{name}.md" for name in ("recipes", "speed", "how_it_works", "kernels", "questions", "quickstart", "compatibility")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("recipes", "speed", "how_it_works", "kernels", "questions", "quickstart", "compatibility")
+    ),
 ]
 
 

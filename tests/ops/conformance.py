@@ -277,7 +277,8 @@ def test_alpha_above_two_is_as_good_as_float32_allows(alpha, subject):
         ):
             wanted = oracle[name].to(gradient.device)
             errors[-1].append(float((gradient - wanted).norm() / wanted.norm()))
-    slack = (1e-9,) * 6 if subject.dtype == torch.float64 else (1e-5, 1e-4, *(2e-3,) * 4)
+    rough = 1e-4 if alpha > 3 else 1e-5
+    slack = (1e-9,) * 6 if subject.dtype == torch.float64 else (rough, 10 * rough, *(2e-3,) * 4)
     assert all(ours <= 4 * plain + more for ours, plain, more in zip(*errors, slack, strict=True)), errors
 
 

@@ -8,16 +8,16 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hf_entmax.alpha import LearnedAlpha
 from hf_entmax.ops.controllable import mappings
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Q
 
 _INTERVALS = {interval.name: interval for interval in (LAM, Q, TEMPERATURE)}
 
 
-class BoundedOption(nn.Module):
+class BoundedOption(LearnedAlpha):
     r"""A learnable option that cannot leave its interval, ``value = lo + (hi - lo) sigmoid(a)``.
 
     Args:
@@ -31,22 +31,16 @@ class BoundedOption(nn.Module):
     """
 
     def __init__(self, init: float, bounds: tuple[float, float], shape: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        lo, hi = bounds
-        if not lo < init < hi:
-            raise ValueError(f"init={init} is not allowed: a learned option starts strictly between {lo} and {hi}.")
-        self.bounds = bounds
-        share = (init - lo) / (hi - lo)
-        self.a = nn.Parameter(torch.full(shape, math.log(share) - math.log1p(-share), dtype=torch.float32))
+        if not bounds[0] < init < bounds[1]:
+            raise ValueError(
+                f"init={init} is not allowed: a learned option starts strictly between {bounds[0]} and {bounds[1]}."
+            )
+        super().__init__(math.prod(shape), init, bounds)
+        self.a = nn.Parameter(self.a.detach().reshape(shape))
 
     def forward(self) -> Tensor:
-        """The value, of the given shape, float32."""
-        lo, hi = self.bounds
-        return lo + (hi - lo) * torch.sigmoid(self.a.float())
-
-    def extra_repr(self) -> str:
-        """Show the option and dim."""
-        return f"shape={tuple(self.a.shape)}, bounds={self.bounds}"
+        """Return the value in the given shape, float32."""
+        return self.bounded()
 
 
 class ControllableMapping(nn.Module):

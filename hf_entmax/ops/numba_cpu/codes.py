@@ -21,14 +21,12 @@ _SHORTS, _BYTES = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
 
 @operation(floats, types.int64)
 def load_bfloat16(builder, address):
-    """Load sixteen bfloat16 as float32."""
     bits = builder.zext(builder.load(pointer(builder, address, _SHORTS), align=2), LLVM_INTS)
     return builder.bitcast(builder.shl(bits, int_constant(16)), LLVM_FLOATS)
 
 
 @operation(floats, types.int64)
 def load_float16(builder, address):
-    """Load sixteen float16 as float32."""
     if _HAS_F16C:
         kind = ir.VectorType(ir.HalfType(), LANES)
         return builder.fpext(builder.load(pointer(builder, address, kind), align=2), LLVM_FLOATS)
@@ -45,7 +43,6 @@ def load_float16(builder, address):
 
 @operation(floats, floats)
 def magnitude(builder, x):
-    """Return absolute values."""
     return builder.bitcast(builder.and_(builder.bitcast(x, LLVM_INTS), int_constant(0x7FFFFFFF)), LLVM_FLOATS)
 
 

@@ -192,20 +192,16 @@ _run_2, _run_4, _run_6, _run_8 = (_make_run(bits) for bits in (2, 4, 6, 8))
 
 
 def run_bounds_2(record):
-    """Compute bounds from codes of 2 bits."""
     _run_2(carray(record, 1)[0])
 
 
 def run_bounds_4(record):
-    """Compute bounds from codes of 4 bits."""
     _run_4(carray(record, 1)[0])
 
 
 def run_bounds_6(record):
-    """Compute bounds from codes of 6 bits."""
     _run_6(carray(record, 1)[0])
 
 
 def run_bounds_8(record):
-    """Compute bounds from codes of 8 bits."""
     _run_8(carray(record, 1)[0])

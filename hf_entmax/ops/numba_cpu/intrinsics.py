@@ -177,17 +177,14 @@ def _call(builder, result, address, *values):
 
 @operation(SOLVER.return_type, types.int64, *SOLVER.args)
 def call_solver(builder, address, x, index, p, other, n, u):
-    """Call one of the solvers of `threshold` and `above_two`."""
     return _call(builder, I64, address, x, index, p, other, n, u)
 
 
 @operation(SHORT_ROWS.return_type, types.int64, *SHORT_ROWS.args)
 def call_short_rows(builder, address, batch, rows):
-    """Call `row_groups.solve_short_rows`."""
     _call(builder, ir.VoidType(), address, batch, rows)
 
 
 @operation(FULL_ROWS.return_type, types.int64, *FULL_ROWS.args)
 def call_full_rows(builder, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes):
-    """Call `row_groups.solve_full_rows`."""
     return _call(builder, I64, address, limits, scores, span, rows, low, u, p, p_row, group, row_bytes)

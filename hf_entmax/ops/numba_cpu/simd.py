@@ -95,25 +95,21 @@ def greater(builder, x, y):
 
 @operation(lanes, floats)
 def is_nan(builder, x):
-    """Tell which lanes hold NaN."""
     return builder.fcmp_unordered("uno", x, x)
 
 
 @operation(lanes, lanes, lanes)
 def either(builder, x, y):
-    """Return the lanes set in one mask or the other."""
     return builder.or_(x, y)
 
 
 @operation(lanes, lanes, lanes)
 def both(builder, x, y):
-    """Return the lanes set in both masks."""
     return builder.and_(x, y)
 
 
 @operation(lanes)
 def no_lanes(builder):
-    """Return the empty mask."""
     return ir.Constant(LLVM_MASK, [0] * LANES)
 
 
@@ -192,7 +188,6 @@ def compress_index(builder, mask, value, address):
 
 @operation(floats, floats)
 def round_nearest(builder, x):
-    """Round to the nearest integer, as float."""
     return call_llvm(builder, "llvm.rint.v16f32", LLVM_FLOATS, x)
 
 

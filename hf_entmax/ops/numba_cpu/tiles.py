@@ -328,7 +328,6 @@ def copy_scaled(source, target, vectors, factor):
 
 @jit
 def zero_floats(target, n):
-    """Write ``n`` zeros."""
     k = 0
     while k + LANES <= n:
         store(target + 4 * k, splat(_F(0.0)))
@@ -340,7 +339,6 @@ def zero_floats(target, n):
 
 @jit
 def copy_floats(source, target, n):
-    """Copy ``n`` floats."""
     k = 0
     while k + LANES <= n:
         store(target + 4 * k, load(source + 4 * k))
