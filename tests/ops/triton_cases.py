@@ -343,6 +343,8 @@ def test_losses_use_the_row_kernels(alpha, smoothing, row_calls):
     for ours, exact in zip(found, losses(torch.float64), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-6)
     assert len(row_calls) == count
+
+
 @pytest.mark.parametrize("fault", [None, "off", "nan", "raises"])
 def test_the_check_of_first_use_sees_faults_of_kernels(fault, monkeypatch):
     small = self_check.Case(
