@@ -130,12 +130,11 @@ def curves(jobs: list[Job], results: Path, folder: Path) -> int:
     rows: dict[str, list[Any]] = {key[0]: own for key, own in grouped(Rows(results)("dev_curves"), "command").items()}
     count = 0
     for job in jobs:
-        log = folder / job.name / "log.jsonl"
-        if not (job.done(results) and log.exists()):
+        state = folder / job.name / "trainer_state.json"
+        if not (job.done(results) and state.exists()):
             continue
-        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        # A run that was killed and went on has evaluated some steps twice, alike.
-        scores = {entry["step"]: round(entry["dev_score"], 3) for entry in entries if "dev_score" in entry}
+        entries = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+        scores = {entry["step"]: round(entry["eval_score"], 3) for entry in entries if "eval_score" in entry}
         same = {"group": job.group, "command": job.command}
         rows[job.command] = [{**same, "step": step, "dev_score": score} for step, score in sorted(scores.items())]
         count += 1

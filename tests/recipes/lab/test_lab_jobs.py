@@ -94,13 +94,12 @@ def test_the_list_says_what_is_open_and_runs_nothing(queue, capsys):
 
 def test_dev_scores_are_kept_when_the_runs_are_gone(queue, tmp_path):
     queue("a", "b", "c")
-    logs = {"a": [(1, 0.5), (2, 0.70004), (2, 0.7)], "b": [(1, 0.1)]}
+    logs = {"a": [(1, 0.5), (2, 0.70004)], "b": [(1, 0.1)]}
     for name, scores in logs.items():
         folder = tmp_path / "runs" / f"toys-kind-{name}"
         folder.mkdir(parents=True)
-        lines = [json.dumps({"step": 1, "loss": 2.0})]
-        lines += [json.dumps({"step": step, "dev_score": score}) for step, score in scores]
-        (folder / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        entries = [{"step": 1, "loss": 2.0}, *({"step": step, "eval_score": score} for step, score in scores)]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": entries}), encoding="utf-8")
     queue("a", "b", "c", what="curves")
     shutil.rmtree(tmp_path / "runs" / "toys-kind-a")
     queue("a", "b", "c", what="curves")
