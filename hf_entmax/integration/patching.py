@@ -431,4 +431,7 @@ def _alpha_row(site: AttentionSite) -> Tensor:
 
 def _padded(rows: list[Tensor]) -> Tensor:
     """Rows of heads, ``[layers, heads]`` on the device of the first; NaN for the heads that a layer does not have."""
-    return pad_sequence([row.to(rows[0].device) for row in rows], batch_first=True, padding_value=float("nan"))
+    rows = [row.to(rows[0].device) for row in rows]
+    if len({len(row) for row in rows}) == 1:
+        return torch.stack(rows)  # also of a sharded model, whose rows cannot be padded
+    return pad_sequence(rows, batch_first=True, padding_value=float("nan"))

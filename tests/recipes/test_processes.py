@@ -89,9 +89,10 @@ def together(jobs, **environment):
 
 
 def log(folder):
-    """Losses and measures, without how long they took."""
+    """Losses and measures, without how long they took, means of means of batches, and alphas, which FSDP2 does not log."""
     lines = json.loads((folder / "trainer_state.json").read_text())["log_history"][:-1]
-    return [{k: v for k, v in line.items() if not k.endswith(("_runtime", "_per_second"))} for line in lines]
+    ends = ("_runtime", "_per_second", "eval_loss", "eval_support_size")
+    return [{k: v for k, v in line.items() if not (k.endswith(ends) or k.startswith("alpha/"))} for line in lines]
 
 
 def agree(one, two):
