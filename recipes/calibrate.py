@@ -27,10 +27,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from common.batches import evenly
 from common.blocks import collate, cut, encode
-from common.finish import table_of
 from common.folder import say_processes
 from common.heads import head_statistics
-from common.results import Results, columns, origin
+from common.results import Results, columns, origin, show
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
 from hf_entmax.analysis.reading.tables import read_text
@@ -144,7 +143,7 @@ def main() -> None:
             model=Path(args.model).name, data=args.pairs or args.data, temperature=args.temperature, budget=budget,
             calibration_tokens=found.tokens, steps=args.steps, **row, **same,
         )  # fmt: skip
-        rich.print(table_of({"budget": budget, **row}))
+        show({"budget": budget, **row})
 
 
 if __name__ == "__main__":

@@ -20,12 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import rich
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.finish import table_of
-from common.results import Results, columns, origin
+from common.results import Results, columns, origin, show
 from hf_entmax import patch_model
 from hf_entmax.analysis import circuits, plots
 
@@ -94,7 +92,7 @@ def main() -> None:
         row |= {"seconds": round(time.perf_counter() - start, 1), "ablation": args.ablation, "share": args.share}
         places = {"task": task_name, "wording": wording, "seed": seed}
         results.add(model=name, alpha="" if args.alpha is None else args.alpha, **places, **row, **same)
-        rich.print(table_of(places | row))
+        show(places | row)
         if wording == args.wordings[0] and seed == args.seeds[0]:
             title = f"{name}, {task_name}"
             figure = plots.circuit(scores.edges(0, edges.size), task.tokens[0], title, answer(model, task, tokenizer))

@@ -9,14 +9,12 @@ import math
 import multiprocessing
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
-import torch
 
 from common import results
-from common.batches import POOL, Batches, evenly
+from common.batches import evenly
 from common.results import name_of, strict_json
 from common.settings import RunSettings, option, parse
 from hf_entmax.analysis.reading import tables as data
@@ -354,69 +352,3 @@ class TestResults:
             with path.open(newline="", encoding="utf-8") as lines:
                 widths = {len(row) for row in csv.reader(lines)}
             assert b"\r" not in path.read_bytes() and len(widths) == 1, path
-
-
-def batches(examples, batch_size, processes=1, rank=0, parts=1, seed=0):
-    accelerator = SimpleNamespace(num_processes=processes, process_index=rank, device=torch.device("cpu"))
-    collate = lambda part: {"rows": torch.tensor([row for row, _ in part])}  # noqa: E731
-    return Batches(examples, collate, lambda example: example[1], accelerator, batch_size, parts, seed)
-
-
-def rows_of(steps):
-    """Of every step, the rows of all its parts."""
-    return [sorted(row for part in step for row in part["rows"].tolist()) for step in steps]
-
-
-class TestBatches:
-    @pytest.mark.parametrize("count", [8, 9, 11, 64, 65, 130])
-    @pytest.mark.parametrize("batch_size", [8, 16])
-    def test_every_process_and_accumulation_sees_the_same_steps(self, count, batch_size):
-        examples = [(row, (row * 7) % 13) for row in range(count)]
-        whole = rows_of(batches(examples, batch_size).epoch(3))
-        assert sorted(row for step in whole for row in step) == list(range(count))
-        for processes, parts in [(1, 4), (2, 1), (2, 2), (4, 2)]:
-            made = [batches(examples, batch_size, processes, rank, parts) for rank in range(processes)]
-            assert len({len(m) for m in made}) == 1
-            shared = [list(m.epoch(3)) for m in made]
-            assert all(len(step) == parts and all(len(p["rows"]) for p in step) for own in shared for step in own)
-            joined = [sorted(row for own in steps for row in own) for steps in zip(*map(rows_of, shared), strict=True)]
-            if count % batch_size == 0 or count % batch_size >= processes * parts:
-                assert joined == whole
-            else:  # the last examples do not suffice for all processes, and join another step
-                assert sorted(row for step in joined for row in step) == list(range(count))
-                assert len(joined) == max(1, len(whole) - 1)
-
-    def test_the_middle_of_an_epoch_can_be_found_again(self):
-        examples = [(row, row % 5) for row in range(50)]
-        whole = rows_of(batches(examples, 4).epoch(1))
-        assert rows_of(batches(examples, 4).epoch(1, start=5)) == whole[5:]
-        assert rows_of(batches(examples, 4).epoch(1, start=len(whole))) == []
-        assert rows_of(batches(examples, 4).epoch(2)) != whole
-        assert rows_of(batches(examples, 4, seed=1).epoch(1)) != whole
-
-    def test_batches_hold_similar_lengths_from_many_pools(self):
-        count = 3 * POOL * 4
-        examples = [(row, (row * 31) % 600) for row in range(count)]
-        spreads = [
-            max(r) - min(r)
-            for r in ([examples[row][1] for row in step] for step in rows_of(batches(examples, 4).epoch(0)))
-        ]
-        assert sum(spreads) / len(spreads) < 20
-
-    def test_evaluation_sees_every_example_once(self):
-        examples = [(row, -row) for row in range(11)]
-        seen = []
-        for rank in range(3):
-            found = [row for batch in batches(examples, 2, 3, rank).in_order() for row in batch["rows"].tolist()]
-            assert found == sorted(found, reverse=True)
-            seen += found
-        assert sorted(seen) == list(range(11))
-
-    def test_too_few_examples(self):
-        with pytest.raises(ValueError, match=r"3 example\(s\) cannot be shared by 2 process\(es\) with 2 accumulation"):
-            len(batches([(0, 0)] * 3, 4, processes=2, parts=2))
-        with pytest.raises(ValueError, match=r"3 example\(s\) cannot be shared"):
-            next(batches([(0, 0)] * 3, 4, processes=2, parts=2).epoch(0))
-        # An evaluation leaves a process without an example where there are too few.
-        counts = [len(list(batches([(0, 0)], 4, 2, rank).in_order())) for rank in range(2)]
-        assert counts == [1, 0]

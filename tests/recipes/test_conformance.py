@@ -19,29 +19,51 @@ LEMMAS = ("lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal")
 SMALL = "--width 16 --heads 2 --layers 1 --batch_size 4 --epochs 2 --lr 0.01 --warmup 4"
 
 
-def three(path):
-    return [word for split in ("train", "dev", "test") for word in (f"--{split}", str(path))]
+def write(path, lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
 
 
-def write_words(path):
+def three(path, options):
+    return path, [*(word for split in ("train", "dev", "test") for word in (f"--{split}", str(path))), *options.split()]
+
+
+def words(folder):
     rows = [f"x\t{split}\t{lemma}\t{lemma}a\tV;PST" for split in ("train", "dev", "test") for lemma in LEMMAS]
-    path.write_text("\n".join(["lang\tsplit\tlemma\tform\ttags", *rows]) + "\n")
-    return ["--data", str(path), "--test_words", "2"]
+    path = write(folder / "words.tsv", ["lang\tsplit\tlemma\tform\ttags", *rows])
+    return path, ["--data", str(path), "--test_words", "2"]
 
 
-def write_pairs(path):
-    path.write_text("de\ten\n" + "".join(f"der {lemma}\tthe {lemma[::-1]}\n" for lemma in LEMMAS))
-    return [*three(path), *["--vocabulary", "60", "--max_tokens", "20", "--certificates", "2"]]
+def pairs(folder):
+    path = write(folder / "pairs.tsv", ["de\ten", *(f"der {lemma}\tthe {lemma[::-1]}" for lemma in LEMMAS)])
+    return three(path, "--vocabulary 60 --max_tokens 20 --certificates 2")
 
 
-def write_articles(path):
-    articles = [{"source": [f"We saw {lemma}.", "So."], "target": [f"saw {lemma}"]} for lemma in LEMMAS]
-    path.write_text("".join(json.dumps(article) + "\n" for article in articles))
-    return [*three(path), *["--vocabulary", "60", "--max_summary", "8"]]
+def articles(folder):
+    rows = [json.dumps({"source": [f"We saw {lemma}.", "So."], "target": [f"saw {lemma}"]}) for lemma in LEMMAS]
+    return three(write(folder / "articles.jsonl", rows), "--vocabulary 60 --max_summary 8")
 
 
-#: Recipes that train; what writes their data and returns their options.
-DATA = {"translation": write_pairs, "summarization": write_articles, "inflection": write_words}
+def texts(folder):
+    rows = [f"{lemma} {'mir' if place % 2 else 'x'}\t{place % 2}" for place, lemma in enumerate(LEMMAS)]
+    return three(write(folder / "texts.tsv", ["text\tlabel", *rows]), "--max_tokens 16")
+
+
+def running_text(folder):
+    for split in ("train", "valid", "test"):
+        path = write(folder / f"{split}.txt", [" ".join(LEMMAS), "mir tol"])
+    options = "--block 8 --vocabulary 300 --train_tokens 58 --samples 0"
+    return path.with_name("train.txt"), ["--data", str(folder / "{split}.txt"), *options.split()]
+
+
+#: Recipes that train from scratch; what writes their data, and returns the training data's path and options.
+DATA = {
+    "translation": pairs,
+    "summarization": articles,
+    "inflection": words,
+    "classification": texts,
+    "language_modeling": running_text,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -120,9 +142,9 @@ def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
         start(recipe, options)
     with pytest.raises(ValueError, match=r"started differently \(seed was 0, is now 1; lr was 0\.01, is now 0\.02\)"):
         start(recipe, options, resume=True, lr=0.02, seed=1)
-    data = next(Path(word) for word in options if word.endswith((".tsv", ".jsonl")))
+    data, _ = DATA[recipe](folder.parent)
     text = data.read_text()
-    data.write_text(text.replace("mir", "tol"))
+    data.write_text(text.replace("mir", "lar"))
     with pytest.raises(ValueError, match="the training data have changed since"):
         start(recipe, options, resume=True)
     data.write_text(text)
@@ -149,8 +171,7 @@ def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
 
 @pytest.mark.parametrize("recipe", DATA)
 def test_two_steps_try_everything(recipe, tmp_path):
-    suffix = "jsonl" if recipe == "summarization" else "tsv"
-    options = [*DATA[recipe](tmp_path / f"data.{suffix}"), *SMALL.split(), "--smoke", "--out", str(tmp_path / "run")]
+    options = [*DATA[recipe](tmp_path)[1], *SMALL.split(), "--smoke", "--out", str(tmp_path / "run")]
     start(recipe, options, results=str(tmp_path / "rows.csv"))
     result, state = load(tmp_path / "run")
     assert result["steps"] == 2 and state["log_history"] and result["attention"] == "softmax"
