@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_entmax.generation.results import SearchResult, certificates_in_words
     from hf_entmax.generation.sets import ConformalSets, calibrate_sets, prediction_sets
     from hf_entmax.generation.tree import HypothesisTree, hypothesis_tree
+    from hf_entmax.generation.word_times import WordTime, word_times
 
 _HOMES = {
     "beam": ("beam_search", "certified_beam_search"),
@@ -42,6 +43,7 @@ _HOMES = {
     "results": ("SearchResult", "certificates_in_words"),
     "sets": ("ConformalSets", "calibrate_sets", "prediction_sets"),
     "tree": ("HypothesisTree", "hypothesis_tree"),
+    "word_times": ("WordTime", "word_times"),
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "HypothesisTree",
     "SamplingMetrics",
     "SearchResult",
+    "WordTime",
     "beam_search",
     "calibrate_sets",
     "certificates_in_words",
@@ -68,6 +71,7 @@ __all__ = [
     "sampling_metrics",
     "sparsemax_score",
     "support_size",
+    "word_times",
 ]
 
 

@@ -91,7 +91,7 @@ def read_clips(where: str, audio: str, text: str) -> list[Clip]:
     if where.startswith(HUB):
         return list(_of_data_set(where, audio, text))
     folder = find(where).parent
-    clips = [Clip(name, folder / name, said) for name, said in read_rows(where, (audio, text))]
+    clips = [Clip(str(folder / name), folder / name, said) for name, said in read_rows(where, (audio, text))]
     if missing := [clip.source for clip in clips if not clip.source.is_file()]:
         raise FileNotFoundError(
             f"{where}: {len(missing)} of {len(clips)} sound files are not there, {missing[0]} among them."
