@@ -23,7 +23,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 #: What computes: kernels, losses, decoding, and logits that earlier versions stored.
 TESTS = (
     "tests/ops/test_attention.py", "tests/ops/test_mapping.py", "tests/ops/test_numba_cpu.py", "tests/ops/test_numba_rows.py",
-    "tests/ops/test_numba_steep.py", "tests/ops/test_exact_attention.py", "tests/ops/test_kept_rows.py", "tests/losses",
+    "tests/ops/test_numba_above_two.py", "tests/ops/test_exact_attention.py", "tests/ops/test_kept_rows.py", "tests/losses",
     "tests/generation/test_exact_cache.py", "tests/integration/test_persistence.py", "tests/training/test_sparsify.py",
     "tests/analysis/test_collect.py",
 )  # fmt: skip

@@ -18,9 +18,7 @@ from hf_entmax.config import BACKENDS as BACKENDS
 from hf_entmax.config import Backend as Backend
 from hf_entmax.ops import self_check
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.solve import recorded, traced
-
-_peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
+from hf_entmax.ops.solve import recorded, traced, transformed
 
 _KERNELS = {
     "numba": ("hf_entmax.ops.numba_cpu", "numba", "pip install 'hf_entmax[cpu]'"),
@@ -197,7 +195,7 @@ def row_kernel(scores: Tensor) -> ModuleType | None:
     """
     if torch.compiler.is_compiling() or recorded() or not scores.numel():
         return None
-    if not plain(scores) or _peek_interpreter_stack() is not None:
+    if not plain(scores) or transformed():
         return None
     for name in {"cpu": ("numba", "triton"), "cuda": ("triton",)}.get(scores.device.type, ()):
         module = kernel_package(name)

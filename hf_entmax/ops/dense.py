@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops.mapping import solve_along
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.solve import values_visible
+from hf_entmax.ops.solve import transformed, values_visible
 
 #: Maps scores ``[B, H, T_q, T_k]`` and a bool mask broadcastable to them (True = may receive mass, or None) to weights.
 Normalizer = Callable[[Tensor, "Tensor | None"], Tensor]
@@ -87,7 +86,7 @@ def without_nonfinite(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def _known_finite(tensor: Tensor) -> bool:
     """Tell whether nothing in ``tensor`` is NaN or infinite, as far as looking is free: on CPUs, outside of transforms."""
-    if tensor.device.type != "cpu" or not values_visible(tensor) or _functorch.peek_interpreter_stack() is not None:
+    if tensor.device.type != "cpu" or not values_visible(tensor) or transformed():
         return False
     # One pass over the numbers; that a sum may overflow costs no more than the longer way.
     return math.isfinite(tensor.detach().sum())
@@ -98,7 +97,7 @@ def entmax_normalizer(alpha: float | Tensor, alpha_max: float = math.inf) -> Nor
     per_head = alpha[:, None, None] if isinstance(alpha, Tensor) and alpha.dim() == 1 else alpha
 
     def normalize(scores: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None and (torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None):
+        if mask is not None and (torch.compiler.is_compiling() or transformed()):
             scores = scores.masked_fill(~mask, -math.inf)
         elif mask is not None:
             # Where there is no mass there is no gradient: autograd need not know of the masking, nor repeat it.

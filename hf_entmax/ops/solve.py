@@ -25,6 +25,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.config import alpha_error
 
@@ -118,6 +119,11 @@ def values_visible(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or traced() or tensor.device.type == "meta":
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def transformed() -> bool:
+    """Tell whether a transform of ``torch.func`` (vmap, grad, jvp) is at work."""
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def checked(u: Tensor) -> Tensor:

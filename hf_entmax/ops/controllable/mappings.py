@@ -134,18 +134,7 @@ def sparsegen_lin(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
 def sparsegen_exp(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-exp, ``sparsemax(exp(z) / (1 - lam))``; neither translation nor scale invariant.
 
-    Args:
-        scores: any shape; no overflow for large ones.
-        lam: below 1.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
-        ValueError: if ``lam >= 1``.
+    Arguments, result and errors are those of `sparsegen_lin`; large scores do not overflow.
 
     Reference:
         L18, section 3.1. With ``lam = 1 - sum_j exp(z_j)`` it is softmax.
@@ -156,18 +145,7 @@ def sparsegen_exp(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
 def sparsegen_sq(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sparsegen-sq, ``sparsemax(z^2 / (1 - lam))``; the sign of a score does not count.
 
-    Args:
-        scores: any shape.
-        lam: below 1.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores`` and ``lam``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point or ``lam`` is no number.
-        ValueError: if ``lam >= 1``.
+    Arguments, result and errors are those of `sparsegen_lin`.
 
     Reference:
         L18, section 3.1. With ``lam = 1 - sum_j z_j^2`` it is spherical softmax.
@@ -312,17 +290,7 @@ def sum_normalization(scores: Tensor, dim: int = -1, mask: Tensor | None = None)
 def sum_normalization_pp(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     r"""Sum normalization++: sum normalization extended to negative scores, ``sparsemax(z / |sum_j z_j|)``.
 
-    Args:
-        scores: any shape, every row with ``sum z != 0``.
-        dim: the dimension to normalise.
-        mask: bool, True = may receive mass.
-
-    Returns:
-        Probabilities, shape and dtype of ``scores``. Differentiable in ``scores``.
-
-    Raises:
-        TypeError: if ``scores`` is not floating point.
-        ValueError: if a row sums to 0.
+    Arguments, result and errors are those of `sum_normalization`, but scores may be negative: no row may sum to 0.
 
     Reference:
         L18, section 3.3 (sparsehourglass with q = 0).

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from hf_entmax.ops import backends
 from hf_entmax.ops.attention import attend, head_alpha
@@ -17,7 +16,7 @@ from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact.bounds import candidate_keys
 from hf_entmax.ops.exact.sketch import KeySketch
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.solve import values_visible
+from hf_entmax.ops.solve import transformed, values_visible
 from hf_entmax.ops.sparse_rows import SparseRows
 
 # The kernels take queries one by one: with more of them, dense arithmetic on what was gathered for all is faster.
@@ -112,7 +111,7 @@ def exact_attend(
     backend: Backend = "auto",
 ) -> tuple[Tensor, SparseCounts]:
     """Call `exact_sparse_attention` with its keyword arguments in a record, which asks for neither dropout nor weights."""
-    if _functorch.peek_interpreter_stack() is not None:
+    if transformed():
         raise RuntimeError(
             "exact_sparse_attention is inside a torch.func transform (vmap, grad, jvp), which it has no rules for: call it "
             "outside, with a batch dimension, or call entmax_attention."

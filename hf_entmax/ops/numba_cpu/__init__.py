@@ -14,13 +14,11 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.solve import masked_below
+from hf_entmax.ops.solve import masked_below, transformed
 from hf_entmax.ops.sparse_rows import SparseRows
 
 if TYPE_CHECKING:
     from hf_entmax.ops.exact.sketch import KeySketch
-
-_peek_interpreter_stack = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +36,7 @@ def unsupported(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in _DTYPES:
             return f"{name} is {tensor.dtype}, and the numba kernel computes in float32 (float32, bfloat16 or float16 inputs)"
-    if not torch.compiler.is_compiling() and _peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and transformed():
         return "query, key or value is inside a torch.func transform (vmap, grad, jvp), which the numba kernel has no rules for"
     return None
 

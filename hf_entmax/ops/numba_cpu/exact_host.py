@@ -15,7 +15,7 @@ from hf_entmax.ops.options import AttentionOptions
 
 from . import layout
 from .function import in_rows_layout
-from .host import as_rows, as_term, describe, limits_and_mask
+from .host import as_rows, as_term, describe, empty_rows, limits_and_mask, set_rows
 from .kernels import find_solvers, kernel
 from .layout import EXACT_RECORD, structure
 from .runtime import launch, storage
@@ -56,13 +56,13 @@ def attend(
     bounds = f"exact_bounds_{sketch.bits}"
     most, solvers = _known(alphas.numpy().tobytes(), bounds)
     value_vectors = layout.vectors(value.shape[-1])
-    out = torch.empty((batch, queries, heads, layout.LANES * value_vectors)).transpose(1, 2)
+    out = empty_rows(query, layout.LANES * value_vectors)
     counts = torch.empty((3, batch, heads, queries), dtype=torch.int64)
 
     r = _Record()
     terms = [None if t is None else as_term(t, shape) for t in (mask, bias)]
     describe(r, (query, key, value), terms, limits)
-    r.out, (r.out_b, r.out_h, r.out_t) = _place(out)
+    set_rows(r, "out", out)
     sinks = None if options.sink is None else options.sink.detach().double().contiguous()
     if sinks is not None:
         r.sinks = sinks.data_ptr()
@@ -80,10 +80,8 @@ def attend(
 
     pairs = batch * kv_heads
     if pages and most >= r.least_u:
-        r.codes, (r.codes_b, r.codes_h, _) = _place(sketch.codes)
-        r.low, (r.low_b, r.low_h, _) = _place(sketch.low)
-        r.step, (r.step_b, r.step_h, _) = _place(sketch.step)
-        r.norm, (r.norm_b, r.norm_h, _) = _place(sketch.norm)
+        for name in ("codes", "low", "step", "norm"):
+            set_rows(r, name, getattr(sketch, name), "bh")
         r.page_size, r.pages = sketch.page_size, pages
         # A spare vector, because the last store of a row may run over its end.
         r.upper_bytes = 4 * sketch.length + layout.VECTOR
@@ -95,12 +93,6 @@ def attend(
         launch(kernel(bounds), r, pairs * r.chunks, threads, layout.bounds_scratch(r.depth_vectors, rows // pairs))
     launch(kernel("exact_rows"), r, rows, threads, layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1))
     return in_rows_layout(out, value), counts[..., 0] if queries == 1 else counts.sum(-1)
-
-
-def _place(tensor: Tensor) -> tuple[int, list[int]]:
-    """Return the address of a tensor of three or four dimensions, and its byte strides over the first three."""
-    size = tensor.element_size()
-    return tensor.data_ptr(), [size * step for step in tensor.stride()[:3]]
 
 
 @functools.lru_cache(maxsize=256)

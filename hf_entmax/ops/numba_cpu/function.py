@@ -13,18 +13,12 @@ from torch import Tensor
 
 from hf_entmax.ops.sparse_rows import SparseRows
 
-from .host import Call, Inputs, Options
+from .host import Call, Inputs, Options, empty_rows
 from .support import Support
 
 
 def _is_empty(inputs: Inputs) -> bool:
     return 0 in (inputs.query.numel(), inputs.key.numel(), inputs.value.numel())
-
-
-def _rows_layout(like: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Make an empty tensor [B, H, T, D] that lies in memory as [B, T, H, D]."""
-    batch, heads, length, width = shape
-    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def in_rows_layout(tensor: Tensor, like: Tensor) -> Tensor:
@@ -47,7 +41,7 @@ def run_forward(
     """Return output and weights in the dtype of ``value``, and the support if ``keep``."""
     query, key, value = inputs[:3]
     if _is_empty(inputs):
-        out = _rows_layout(value, (*query.shape[:3], value.shape[-1])).zero_()
+        out = empty_rows(query, value.shape[-1], value.dtype).zero_()
         shape = (*query.shape[:3], key.shape[2])
         return out, value.new_zeros(shape) if options.need_weights else None, None
     terms = (inputs.mask, inputs.bias)
@@ -165,7 +159,7 @@ def attention_operator(query, key, value, alpha, mask, bias, real_keys, seed, *o
 
 @attention_operator.register_fake
 def _(query, key, value, alpha, mask, bias, real_keys, seed, *options):
-    out = _rows_layout(value, (*query.shape[:3], value.shape[-1]))
+    out = empty_rows(query, value.shape[-1], value.dtype)
     need_weights = options[-1]
     return out, value.new_empty((*query.shape[:3], key.shape[2]) if need_weights else (0,))
 
@@ -204,7 +198,9 @@ def _(dout, dweights, query, key, value, alpha, mask, bias, real_keys, seed, *op
         if not want or tensor is None:
             results.append(query.new_empty(0))
         else:
-            results.append(_rows_layout(tensor, tensor.shape) if position < 3 else tensor.new_empty(tensor.shape))
+            results.append(
+                empty_rows(tensor, tensor.shape[-1], tensor.dtype) if position < 3 else tensor.new_empty(tensor.shape)
+            )
     return results
 
 

@@ -108,10 +108,11 @@ def limits_and_mask(mask: Tensor | None, real_keys: Tensor | None) -> tuple[Tens
     return mask, limits
 
 
-def _set_rows(record: Any, name: str, tensor: Tensor) -> None:
+def set_rows(record: Any, name: str, tensor: Tensor, axes: str = "bht") -> None:
+    """Write the address of a tensor and its byte strides over the first axes to a record."""
     size, stride = tensor.element_size(), tensor.stride()
     setattr(record, name, tensor.data_ptr())
-    for axis, step in zip("bht", stride, strict=False):
+    for axis, step in zip(axes, stride, strict=False):
         setattr(record, f"{name}_{axis}", size * step)
 
 
@@ -122,7 +123,7 @@ def describe(
     query, key, value = tensors
     for name, tensor in zip(("q", "k", "v", "mask", "bias"), (*tensors, *terms), strict=True):
         if tensor is not None:
-            _set_rows(r, name, tensor)
+            set_rows(r, name, tensor)
     if terms[0] is not None:
         r.mask_kind = 1 if terms[0].dtype == torch.bool else 2
     if limits is not None:
@@ -133,15 +134,15 @@ def describe(
     r.depth_vectors, r.value_vectors = layout.vectors(query.shape[-1]), layout.vectors(value.shape[-1])
 
 
-def _like_rows(tensor: Tensor, width: int) -> Tensor:
-    """Make an empty float32 tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as models use it."""
-    batch, heads, length = tensor.shape[:3]
-    return torch.empty((batch, length, heads, width)).transpose(1, 2)
+def empty_rows(like: Tensor, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Make an empty tensor [B, heads, T, width] that lies in memory as [B, T, heads, width], as models use it."""
+    batch, heads, length = like.shape[:3]
+    return like.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
     """Make an empty float32 tensor that lies in memory as ``tensor`` does: autograd copies the gradient of a leaf otherwise."""
-    return torch.empty(tensor.shape) if tensor.is_contiguous() else _like_rows(tensor, tensor.shape[-1])
+    return torch.empty(tensor.shape) if tensor.is_contiguous() else empty_rows(tensor, tensor.shape[-1])
 
 
 class Call:
@@ -206,7 +207,7 @@ class Call:
         self._lay_out(None, None)
         r = self.record
         batch, heads, queries, keys = self.shape
-        out = _like_rows(self.query, self.value.shape[-1])
+        out = empty_rows(self.query, self.value.shape[-1])
         weights = torch.empty(self.shape) if self.options.need_weights else None
         rows = batch * heads * queries
         row_address = torch.empty(rows, dtype=torch.int64)
@@ -214,7 +215,7 @@ class Call:
         progress = np.zeros(self.items, np.int64)
         solve = attention_solvers((self.alpha - 1.0).tobytes(), keep)
         r.solvers, r.solve_short_rows, r.solve_full_rows = solve.table, solve.short_rows, solve.full_rows
-        _set_rows(r, "out", out)
+        set_rows(r, "out", out)
         r.weights = 0 if weights is None else weights.data_ptr()
         r.row_address, r.row_size = row_address.data_ptr(), row_size.data_ptr()
         r.row_start = row_start.data_ptr()
@@ -284,7 +285,7 @@ class Call:
         r.store_gradient = int(support.store_gradient)
         batch, heads, _queries, _keys = self.shape
         dout = as_rows(dout)
-        _set_rows(r, "dout", dout)
+        set_rows(r, "dout", dout)
         if dweights is not None:
             dweights = dweights.float().contiguous()
             r.dweights = dweights.data_ptr()
@@ -294,7 +295,7 @@ class Call:
         dq = dk = dv = None
         if want_q:
             dq = _gradient_of(self.query)
-            _set_rows(r, "dq", dq)
+            set_rows(r, "dq", dq)
         if want_k:
             dk = self._key_gradient("dk", self.key)
         if want_v:
@@ -312,11 +313,11 @@ class Call:
         """Make room for the gradient of keys or values, one copy for each slice of a head."""
         if self.chunks == 1:
             target = _gradient_of(tensor)
-            _set_rows(self.record, name, target)
+            set_rows(self.record, name, target)
             return target
         batch, kv_heads, keys, width = tensor.shape
         target = torch.empty((self.chunks, batch, kv_heads, keys, width))
-        _set_rows(self.record, name, target[0])
+        set_rows(self.record, name, target[0])
         return target
 
     def bias_gradient(self, support: Support, shape: tuple[int, ...]) -> Tensor:
