@@ -7,11 +7,10 @@ the report, so that `hf-entmax analyze MODEL --data TEXT` sees the same.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_entmax.analysis import plots
 from hf_entmax.analysis.analyze import analyze
@@ -26,24 +25,15 @@ ATTENTION = ("softmax", "1.5", "learned")
 TABLES = ("sites.csv", "heads.csv", "positions.csv")
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """Models to look at, and the text to look at them with.
+class Study(NamedTuple):
+    """Models to look at, and the text to look at them with."""
 
-    Attributes:
-        folder: of the tables, in the folder of results.
-        models: the names of the models and the options of the jobs that train them.
-        text: makes pairs of what the encoder and the decoder read.
-        options: of the analysis.
-        figures: names under which the page shows them, and how they are drawn.
-    """
-
-    folder: str
+    folder: str  # of the tables, in the folder of results
     group: str
-    models: dict[str, dict[str, str]]
-    text: Callable[[], list[tuple[str, str]]]
-    options: Callable[[], dict[str, Any]]
-    figures: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    models: dict[str, dict[str, str]]  # their names, and the options of the jobs that train them
+    text: Callable[[], list[tuple[str, str]]]  # pairs of what the encoder and the decoder read
+    options: Callable[[], dict[str, Any]]  # of the analysis
+    figures: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012 - file names, and how they are drawn
 
 
 def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tuple[str, str]]:
@@ -77,30 +67,22 @@ def words(count: int = 100, split: str = "dev", languages: Sequence[str] = ()) -
 
 def gold() -> dict[str, Any]:
     """Syntax of the source language, and word alignments."""
-    return {
-        "conllu": find("ud/German-PUD/de_pud-ud-test.conllu.gz"),
-        "alignments": find("alignments/de-en.jsonl.gz"),
-        "language": "de",
-    }
+    treebank, alignments = find("ud/German-PUD/de_pud-ud-test.conllu.gz"), find("alignments/de-en.jsonl.gz")
+    return {"conllu": treebank, "alignments": alignments, "language": "de"}
 
 
 STUDIES = {
     "translation": Study(
-        "head_analysis",
-        "translation",
+        "head_analysis", "translation",
         {kind: {"attention": kind, "output_alpha": "1.0", "seed": "0"} for kind in ATTENTION},
-        captions_and_questions,
-        gold,
-        {"heads_diversity": plots.head_diversity},
+        captions_and_questions, gold, {"heads_diversity": plots.head_diversity},
     ),
     "inflection": Study(
-        "head_analysis_inflection",
-        "inflection",
+        "head_analysis_inflection", "inflection",
         {f"{k}-{seed}": {"attention": k, "output_alpha": "1.5", "seed": seed} for k in ATTENTION for seed in "012"},
-        words,
-        lambda: {"batch_size": 100},
+        words, lambda: {"batch_size": 100},
     ),
-}
+}  # fmt: skip
 
 
 def job_of(jobs: Sequence[Job], group: str, wanted: dict[str, str]) -> Job:

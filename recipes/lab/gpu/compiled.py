@@ -36,7 +36,7 @@ UNITS = {
 }
 
 
-class Case(NamedTuple):
+class Step(NamedTuple):
     """One training step: the dtype, head dimension, alpha (None: learned), and more."""
 
     dtype: torch.dtype = torch.bfloat16
@@ -49,25 +49,25 @@ class Case(NamedTuple):
     options: str = "is_causal"
 
 
-CASES: dict[str, Case | None] = {
-    "learned": Case(options="is_causal position_bias"),
-    "options": Case(torch.float16, 80, options="mask padding softcap dropout sliding_window need_weights"),
-    "float32": Case(torch.float32, 64, 1.5, options="additive padding"),
+CASES: dict[str, Step | None] = {
+    "learned": Step(options="is_causal position_bias"),
+    "options": Step(torch.float16, 80, options="mask padding softcap dropout sliding_window need_weights"),
+    "float32": Step(torch.float32, 64, 1.5, options="additive padding"),
     "rows": None,
-    "exact": Case(head_dim=80, queries=1, keys=4096, options="mask position_bias padding softcap is_causal"),
-    "exact in float32": Case(torch.float32, 64, 1.5, queries=1, keys=4096, options=""),
+    "exact": Step(head_dim=80, queries=1, keys=4096, options="mask position_bias padding softcap is_causal"),
+    "exact in float32": Step(torch.float32, 64, 1.5, queries=1, keys=4096, options=""),
     # One query, key, head, sequence: Triton takes an argument that is 1 for a constant.
-    "ones": Case(queries=1, keys=1, batch=1, heads=1, options="is_causal position_bias padding sliding_window"),
-    "decoding": Case(queries=1, keys=4096),
+    "ones": Step(queries=1, keys=1, batch=1, heads=1, options="is_causal position_bias padding sliding_window"),
+    "decoding": Step(queries=1, keys=4096),
     # Two steps of other sizes: they should be the same kernels.
-    "sizes": Case(options="is_causal sliding_window"),
+    "sizes": Step(options="is_causal sliding_window"),
     **{
-        f"{dtype}-{head_dim}{'' if alpha is None else f' at {alpha}'}": Case(getattr(torch, dtype), head_dim, alpha)
+        f"{dtype}-{head_dim}{'' if alpha is None else f' at {alpha}'}": Step(getattr(torch, dtype), head_dim, alpha)
         for dtype, alpha in (("bfloat16", None), ("bfloat16", 1.5), ("float16", None), ("float32", None))
         for head_dim in (64, 80, 128, 256)
     },
-    "softmax": Case(alpha=1.0),
-    "sparsemax": Case(alpha=2.0),
+    "softmax": Step(alpha=1.0),
+    "sparsemax": Step(alpha=2.0),
 }
 
 
@@ -120,7 +120,7 @@ def compile_case(name: str) -> dict[str, dict[str, Any]]:
     return {kernel: {**describe(found), "variants": len(variants[kernel])} for kernel, found in compiled.items()}
 
 
-def decode(case: Case) -> None:
+def decode(case: Step) -> None:
     """A step of exact sparse decoding, with each size of codes."""
     from hf_entmax.ops import sketch_keys, triton_gpu
 
@@ -131,7 +131,7 @@ def decode(case: Case) -> None:
         triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, with_sink)
 
 
-def attend(case: Case) -> None:
+def attend(case: Step) -> None:
     """Everything that one training step launches."""
     from hf_entmax.ops import triton_gpu
 
@@ -139,7 +139,7 @@ def attend(case: Case) -> None:
     (out.sum() if weights is None else out.sum() + weights.sum()).backward()
 
 
-def arguments(case: Case) -> tuple[Any, ...]:
+def arguments(case: Step) -> tuple[Any, ...]:
     from hf_entmax.ops.options import AttentionOptions
 
     dtype, shape = case.dtype, (case.queries, case.keys)

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,11 @@ from .setting import Setting, figures, goal, together
 Attend = Callable[[], Tensor]
 
 
-class Case(NamedTuple):
-    """Length and head dimension; the share of empty tiles that is wanted, or None for rows as from random weights."""
-
-    length: int
-    head_dim: int
-    empty: float | None
-
-
-CASES = (
-    Case(16384, 64, 0.65), Case(2048, 64, None), Case(32768, 128, 0.65), Case(512, 64, None), Case(8192, 64, 0.65),
-    Case(16384, 128, 0.65), Case(2048, 128, None), Case(8192, 128, 0.65), Case(32768, 64, 0.65), Case(512, 128, None),
+#: Length, head dimension, and the share of empty tiles that is wanted, or None for rows as from random weights.
+SHAPES = (
+    (16384, 64, 0.65), (2048, 64, None), (32768, 128, 0.65), (512, 64, None), (8192, 64, 0.65),
+    (16384, 128, 0.65), (2048, 128, None), (8192, 128, 0.65), (32768, 64, 0.65), (512, 128, None),
 )  # fmt: skip
-TINY = (Case(20, 16, None),)
 #: The largest ratio of our time to theirs, for forward + backward.
 SPARSE_GOALS = {"sdpa_flash": 1.0, "adasplash_v1": 1.0, "adasplash_v2": 1.0}
 DENSE_GOALS = {"sdpa_flash": 2.5, "eager_softmax": 0.6}
@@ -48,16 +40,17 @@ BOUNDS = (0.03, 0.05)
 def run(rows: Rows, setting: Setting) -> None:
     if not setting.tiny:
         together("timings", itertools.product((64, 128), ("ours_learned", "ours_1.5"), ("forward", "both")))
-    for case in TINY if setting.tiny else CASES:
-        kind = "as random weights" if case.empty is None else f"{case.empty:.0%} of tiles empty"
-        rows.run(f"n {case.length}, D {case.head_dim}, {kind}", lambda case=case: measure(case, setting))
+    for length, head_dim, empty in ((20, 16, None),) if setting.tiny else SHAPES:
+        kind = "as random weights" if empty is None else f"{empty:.0%} of tiles empty"
+        shape = length, head_dim, empty
+        rows.run(f"n {length}, D {head_dim}, {kind}", lambda shape=shape: measure(*shape, setting))
 
 
-def measure(case: Case, setting: Setting) -> dict[str, Any]:
+def measure(length: int, head_dim: int, empty: float | None, setting: Setting) -> dict[str, Any]:
     """Times of both passes and their ratios, after a check against float64."""
-    shape, tensors, alpha, share = problems.problem(*case, setting)
+    shape, tensors, alpha, share = problems.problem(length, head_dim, empty, setting)
     errors = {"learned": check(tensors, alpha), "1.5": check(tensors, 1.5)}
-    functions = implementations(tensors, alpha, eager=case.length <= 2048)
+    functions = implementations(tensors, alpha, eager=length <= 2048)
     left_out = drop_failing(functions)
     grad_out = torch.randn_like(tensors[2])
     leaves = [*tensors, alpha]
@@ -70,16 +63,16 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
         calls = {name: wrap(function) for name, function in functions.items()}
         found[mode] = figures(setting.times(calls, seconds=8.0))
     found["memory_mib"] = {name: round(peak_memory(both(f), setting.device), 1) for name, f in functions.items()}
-    if not setting.tiny and case.length <= 2048:
+    if not setting.tiny and length <= 2048:
         found["forward+backward, graph"] = figures(setting.times(captured(functions, both), seconds=4.0))
     medians = {name: values["median"] for name, values in found["forward+backward"].items()}
-    goals = DENSE_GOALS if case.empty is None else SPARSE_GOALS
+    goals = DENSE_GOALS if empty is None else SPARSE_GOALS
     found["goals"] = {}
     for name, most in goals.items():
         ours = "ours_1.5" if name.startswith("adasplash") else "ours_learned"
         if name in medians:
             found["goals"][f"{ours} / {name}"] = goal(medians[ours] / medians[name], most)
-    if case.empty is not None:
+    if empty is not None:
         found["goals"]["ours_learned / ours_1.5"] = goal(medians["ours_learned"] / medians["ours_1.5"], 1.05)
     return found
 
