@@ -157,6 +157,19 @@ def test_a_dip_is_a_fall_and_a_rise_of_most_heads():
     apart = torch.stack([start, start - 0.2, start * 3 - 3.2])
     assert judges_heads.parting([0, 5, 9], apart)[1] == "found"
     assert judges_heads.parting([0, 5, 9], moved(0, -0.2, -0.2))[1] == "not found"
+    together = torch.stack([start, start - 0.2, torch.full((6,), 1.6)])  # all rise, to one place
+    assert judges_heads.parting([0, 5, 9], together)[1] == "not found"
+
+
+def test_what_was_looked_at_is_said_of_what_does_not_hold(rows, monkeypatch):
+    made = [judges.Verdict("", verdict, f"tried for {verdict}") for verdict in ("found", "not found")]
+    listed = [claims.Claim("Source", v.verdict, "", lambda rows, v=v: v) for v in made]
+    monkeypatch.setattr(claims, "CLAIMS", (*listed, claims.Claim("Source", "silent", "", lambda rows: None)))
+    assert claims.looked_at(rows.read) == "- *Source: not found*: tried for not found.\n"
+    assert [line.split(" | ")[-1] for line in claims.verdicts(rows.read).splitlines()[2:]] == [
+        "found |",
+        "**not found** |",
+    ]
 
 
 def test_beyond_the_length_of_training_is_judged_over_the_seeds(rows):
