@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from common.settings import parse
+from common.trainer import last_checkpoint
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LEMMAS = ("lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal")
@@ -86,6 +87,13 @@ def load(folder):
     return json.loads((folder / "result.json").read_text()), json.loads((folder / "trainer_state.json").read_text())
 
 
+def seconds(folder):
+    """Of all training steps."""
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"][
+        "seconds"
+    ]
+
+
 # Each recipe in a fork of one process, killed with SIGKILL in its fourth step, in the middle of the second epoch.
 DRIVER = """
 import importlib, json, os, signal, sys
@@ -126,6 +134,7 @@ def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
     torch.set_num_threads(1)
     options, folder = killed[recipe], Path(killed[recipe][-1])
     assert (folder / "checkpoint-3").exists() and not (folder / "model").exists()
+    before = seconds(folder / "checkpoint-3")
     (folder / "checkpoint-4").mkdir(exist_ok=True)  # as if it had been killed while it wrote this one
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         start(recipe, options)
@@ -142,11 +151,14 @@ def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
     start(recipe, options, out=str(tmp_path / "whole"))
     one, two = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "whole", folder))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    moments = [torch.load(last_checkpoint(run) / "optimizer.pt")["state"] for run in (tmp_path / "whole", folder)]
+    assert moments[0] and all(torch.equal(moments[0][key]["exp_avg"], moments[1][key]["exp_avg"]) for key in moments[0])
     results, states = zip(load(tmp_path / "whole"), load(folder), strict=True)
     varies = ("train_seconds", "tokens_per_second")
     assert all(results[0][name] == results[1][name] for name in results[0] if name not in varies)
     losses = [[(line["step"], line["loss"]) for line in state["log_history"] if "loss" in line] for state in states]
     assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, len(losses[0]) + 1))
+    assert seconds(folder) > before > 0  # also those before it was killed
     # A finished run only tests again, and its row is there once.
     start(recipe, options, resume=True, results=rows)
     with open(rows, newline="") as lines:

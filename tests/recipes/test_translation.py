@@ -4,10 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-import fresh
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import translation
 from common.from_scratch import build_seq2seq, train_bpe
@@ -149,73 +147,6 @@ def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
     assert (
         (result["attention"], result["output_alpha"]) == (stored["alpha"], stored["output_alpha"]) == ("learned", 1.5)
     )
-
-
-# The recipe, killed with SIGKILL after a step; forked, so that nothing has to be imported anew.
-DRIVER = """
-import os, signal, sys
-sys.path.insert(0, {recipes!r})
-import translation
-from common.trainer import Pace
-end = Pace.on_step_end
-def end_and_die(self, args, state, control, **kwargs):
-    end(self, args, state, control, **kwargs)
-    if state.global_step == {last}:
-        os.kill(os.getpid(), signal.SIGKILL)
-if os.fork():
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
-else:
-    Pace.on_step_end = end_and_die
-    translation.main(translation.parse(translation.Settings, translation.__doc__))
-    os._exit(1)
-"""
-
-
-def seconds(folder):
-    """Of all training steps."""
-    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"][
-        "seconds"
-    ]
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_weights(data):
-    torch.set_num_threads(1)
-    sparse = {"attention": "learned", "output_alpha": 1.5, "dropout": 0.3, "epochs": 3, "certificates": 2}
-    whole = settings(data, checkpoint_steps=3, log_steps=3, **sparse)
-    translation.main(whole)
-    killed = dataclasses.replace(whole, out=str(data / "killed"))
-    given = [f"--{name}={value}" for name, value in dataclasses.asdict(killed).items() if value and name != "test"]
-    driver = DRIVER.format(recipes=str(RECIPES), last=23)  # of 16 steps an epoch: in the middle of the second one
-    ended = fresh.run(driver, *given, "--test", *whole.test, environment={"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr
-    left = {path.name for path in (data / "killed").glob("checkpoint-*")}
-    assert "checkpoint-21" in left and not (data / "killed" / "model").exists()
-    before = seconds(data / "killed" / "checkpoint-21")
-    (data / "killed" / "checkpoint-22").mkdir()  # as if it had been killed while it wrote this one
-    with pytest.raises(ValueError, match="holds a run already: add --resume"):
-        translation.main(killed)
-    with pytest.raises(ValueError, match=r"started differently \(lr was 0\.005, is now 0\.01\)"):
-        translation.main(dataclasses.replace(killed, resume=True, lr=0.01))
-    lines = (data / "train.en").read_text(encoding="utf-8")
-    (data / "train.en").write_text(lines.replace("dog", "cat"), encoding="utf-8")
-    with pytest.raises(ValueError, match="the training data have changed since"):
-        translation.main(dataclasses.replace(killed, resume=True))
-    (data / "train.en").write_text(lines, encoding="utf-8")
-    translation.main(dataclasses.replace(killed, resume=True))
-    # The last weights, not only the best ones, and what the optimiser remembers of the way.
-    for name in ("model", "checkpoint-48"):
-        one, two = (load_file(data / run / name / "model.safetensors") for run in ("run", "killed"))
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    states = [torch.load(data / run / "checkpoint-48" / "optimizer.pt")["state"] for run in ("run", "killed")]
-    assert all(torch.equal(states[0][key]["exp_avg"], states[1][key]["exp_avg"]) for key in states[0])
-    states = [json.loads((data / run / "trainer_state.json").read_text()) for run in ("run", "killed")]
-    logs = [[(x["step"], x["loss"]) for x in state["log_history"] if "loss" in x] for state in states]
-    assert logs[0] == logs[1] and len(logs[0]) == 17
-    assert seconds(data / "killed") > before > 0  # also those before it was killed
-    results = [json.loads((data / run / "result.json").read_text()) for run in ("run", "killed")]
-    for name in ("bleu", "dev_bleu", "best_step", "steps", "density_cross"):
-        assert results[0][name] == results[1][name]
 
 
 def test_the_order_follows_from_seed_and_epoch():
