@@ -93,7 +93,8 @@ class SimilarLengths(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         rng = random.Random(f"{self.seed}/{self.epoch}")
-        order = rng.sample(range(len(self)), len(self))
+        order = list(range(len(self)))
+        rng.shuffle(order)
         pool = POOL * self.batch_size
         pools = [sorted(order[i : i + pool], key=self.lengths.__getitem__) for i in range(0, len(order), pool)]
         order = [example for part in pools for example in part]
