@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import itertools
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -17,7 +19,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from hf_entmax._version import __version__
-from hf_entmax.analyze_cli import analyze_command
+from hf_entmax.options import AnalysisOptions, BenchOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +34,26 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         _console.print(f"hf_entmax {__version__}", highlight=False)
         raise typer.Exit
+
+
+def _with_options(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the annotated fields of a dataclass as options."""
+    hints = get_type_hints(options, include_extras=True)
+    own = [
+        (f.name, f.default, hints[f.name])
+        for f in dataclasses.fields(options)
+        if get_origin(hints[f.name]) is Annotated
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters += [inspect.Parameter(name, keyword, default=value, annotation=hint) for name, value, hint in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
 
 
 @app.callback()
@@ -150,21 +172,11 @@ def quickstart(
 
 
 @app.command()
+@_with_options(BenchOptions)
 def bench(
     preset: Annotated[str, Option(help="quick, targets, grid, decoding, model, losses or losses-small.")] = "quick",
-    out: Annotated[Path | None, Option(help="Folder for the CSV and the plot; default: print only.")] = None,
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, Option(help="Rounds over all implementations.")] = 15,
-    implementation: Annotated[list[str] | None, Option(help="Compare with this one only; repeatable.")] = None,
-    length: Annotated[list[int] | None, Option(help="A sequence length of a grid of your own; repeatable.")] = None,
-    alpha: Annotated[float | None, Option(help="One alpha for that grid; default: learned, 1.3 to 2.")] = None,
-    causal: Annotated[bool, Option(help="Causal attention in that grid.")] = False,
-    classes: Annotated[list[int] | None, Option(help="Losses over so many classes instead; repeatable.")] = None,
-    rows: Annotated[int, Option(help="Rows of their batches.")] = 2048,
-    case: Annotated[list[str] | None, Option(help="Only cases with this in their name; repeatable.")] = None,
-    budget: Annotated[float, Option(help="Seconds per case and mode; three rounds are always run.")] = 20.0,
     threads: Annotated[int | None, Option(help="Default: what PyTorch takes.")] = None,
+    **options: Any,
 ) -> None:
     """Time attention implementations or losses side by side, after checking that they are right."""
     import torch
@@ -175,26 +187,75 @@ def bench(
         if threads < 1:
             raise ValueError(f"--threads {threads} is not allowed: give at least 1.")
         torch.set_num_threads(threads)
-    options: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
-    run(
-        preset,
-        out=out,
-        device=device,
-        dtype=dtype,
-        repeats=repeats,
-        implementations=implementation,
-        lengths=length,
-        causal=causal,
-        classes=classes,
-        rows=rows,
-        only=case or (),
-        budget=budget,
-        report=lambda line: _console.print(line, highlight=False, markup=False, soft_wrap=True),
-        **options,
+    say = lambda line: _console.print(line, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+    run(preset, report=say, **options)
+
+
+@app.command()
+@_with_options(AnalysisOptions)
+def analyze(
+    model: Annotated[str, Argument(help="A Hub id or a directory; patched or plain softmax.")],
+    data: Annotated[
+        str | None,
+        Option(
+            help="Text to run: .txt, .tsv, .csv or .jsonl (also .gz), or a Hub data set. Default: the gold data.",
+            metavar="FILE_OR_HUB",
+        ),
+    ] = None,
+    score: Annotated[
+        list[str] | None,
+        Option(
+            help="How good the models are, to stand beside their density: accuracy=0.91,0.90 with one number per model; "
+            "repeatable.",
+            metavar="NAME=NUMBERS",
+        ),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Say what every attention head does: statistics, roles, figures and one report to open in a browser."""
+    scores = dict(map(_score, score or ()))
+    from hf_entmax.analysis.analyze import analyze
+    from hf_entmax.analysis.report.findings import summarize
+
+    errors = Console(stderr=True)
+    result = analyze(
+        model, data, scores=scores, warn=lambda text: errors.print(f"[yellow]{escape(text)}[/]"), **options
     )
+    if result.report is None:  # not the main process
+        return
+    for statistics in result.statistics:
+        _console.print(_site_table(statistics))
+        for finding in summarize(statistics):
+            _console.print(f"[bold]{finding.topic:>12}[/]  {escape(finding.text)}")
+        for note in statistics.notes:
+            _console.print(f"[yellow]{'note':>12}[/]  {escape(note)}")
+    _console.print(f"\nReport: {escape(str(result.report.resolve()))}")
+    if result.problems:
+        errors.print(f"[red]{len(result.problems)} part(s) are missing from the report, see above.[/]")
+        raise typer.Exit(1)
 
 
-app.command("analyze")(analyze_command)
+def _score(text: str) -> tuple[str, list[float]]:
+    name, _, numbers = text.partition("=")
+    try:
+        return name.strip(), [float(part) for part in numbers.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--score {text!r}: write NAME=NUMBER, for two models NAME=NUMBER,NUMBER.") from error
+
+
+def _site_table(statistics) -> Table:
+    from hf_entmax.analysis.report.findings import percent
+    from hf_entmax.analysis.report.rows import site_rows
+
+    table = Table("site", title=f"{escape(statistics.name)}: {statistics.num_sentences:,} sentences")
+    for name in ("layers", "heads", "density", "keys per query", "Jensen-Shannon (log heads)", "mean alpha"):
+        table.add_column(name, justify="right")
+    for row in site_rows(statistics):
+        density = "–" if row["density"] is None else percent(row["density"])
+        digits = {"mean_support": 1, "head_diversity": 3, "alpha_mean": 3}
+        numbers = ("–" if row[name] is None else f"{row[name]:.{places}f}" for name, places in digits.items())
+        table.add_row(row["site"], str(row["layers"]), str(row["heads"]), density, *numbers)
+    return table
 
 
 def _check_folder(model: str) -> None:

@@ -1,16 +1,20 @@
+import dataclasses
 import json
 import subprocess
 import sys
+from typing import get_type_hints
 
 import fresh
 import pytest
 import tiny_models as tiny
 import transformers as tf
+import typer
 from typer.testing import CliRunner
 
 import hf_entmax
 from hf_entmax import alphas, entmax_config, is_patched, patch_model
 from hf_entmax.cli import app
+from hf_entmax.options import AnalysisOptions, BenchOptions
 
 run = CliRunner().invoke
 
@@ -174,3 +178,14 @@ def test_doctor_does_not_wait_for_a_hub_that_cannot_be_reached(monkeypatch):
     result = run(app, ["doctor", "someone/model"])
     assert len(tried) == 1 and isinstance(result.exception, FileNotFoundError)
     assert "cannot be reached" in str(result.exception)
+
+
+@pytest.mark.parametrize(("command", "options"), [("analyze", AnalysisOptions), ("bench", BenchOptions)])
+def test_each_option_stands_once_and_is_on_the_command_line(command, options):
+    found = {parameter.name: parameter for parameter in typer.main.get_command(app).commands[command].params}
+    hints = get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        if field.name == "sharpness":
+            continue  # for callers from Python
+        assert found[field.name].help == hints[field.name].__metadata__[0].help
+        assert found[field.name].default == field.default or found[field.name].default in (None, ())

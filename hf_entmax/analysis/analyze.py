@@ -19,6 +19,7 @@ from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS
 from hf_entmax.analysis.report import write_report
 from hf_entmax.analysis.statistics.result import AttentionStatistics
 from hf_entmax.batches.prepare import evaluation_mode, maximum_length, vocabulary_size
+from hf_entmax.options import AnalysisOptions
 
 #: Task -> the Auto class that loads it.
 TASKS = {
@@ -59,30 +60,10 @@ def analyze(
     data: str | os.PathLike[str] | None = None,
     *,
     tokenizer: Any = None,
-    task: str | None = None,
-    compare: Sequence[Any] = (),
-    names: Sequence[str] | None = None,
-    conllu: str | os.PathLike[str] | None = None,
-    alignments: str | os.PathLike[str] | None = None,
-    out: str | os.PathLike[str] = "attention-report",
-    source_column: str | None = None,
-    target_column: str | None = None,
-    split: str | None = None,
-    dataset_config: str | None = None,
-    max_sentences: int = 2000,
-    batch_size: int = 16,
-    max_length: int | None = None,
-    language: str = "en",
-    importance: str = "gradient",
-    importance_sentences: int = 64,
-    num_examples: int = 6,
-    decode: int = 0,
     scores: Mapping[str, Sequence[float]] | None = None,
-    figures: bool = True,
-    device: str | None = None,
-    title: str | None = None,
     progress: bool = True,
     warn: Callable[[str], Any] | None = None,
+    **options: Any,
 ) -> Analysis:
     """Measures what the heads of one or several models do on some text and writes a report.
 
@@ -91,48 +72,31 @@ def analyze(
 
     Args:
         model: Hub id, folder, or a loaded Transformers model; patched or plain.
-        data: text file, table or Hub data set, see :func:`hf_entmax.analysis.data.read_data`; default: the sentences of
-            ``conllu`` or the pairs of ``alignments``.
+        data: text file, table or Hub data set, see :func:`hf_entmax.analysis.reading.data.read_data`; default: the sentences
+            of ``conllu`` or the pairs of ``alignments``.
         tokenizer: for a loaded ``model``; default: loaded from its name or path.
-        task: one of :data:`TASKS`; default: from the model's configuration.
-        compare: further models (ids, folders, or loaded models), shown side by side with the first.
-        names: what to call the models in the report, in their order; default: the ends of their paths that tell them apart.
-        conllu: treebank (CoNLL-U) with gold dependency heads.
-        alignments: gold word alignments, see :func:`hf_entmax.analysis.alignments.read_alignments`.
-        out: folder of the report; created, files in it are overwritten.
-        source_column: of ``data``.
-        target_column: of ``data``.
-        split: of a Hub data set.
-        dataset_config: of a Hub data set.
-        max_sentences: read at most so many sentences of each file.
-        batch_size: sentences per batch.
-        max_length: longest sequence in tokens; default: what the model allows.
-        language: ISO 639-1 code, for words that ask.
-        importance: "gradient", "masking", "both" or "none". Masking costs one pass per head.
-        importance_sentences: sentences used for it.
-        num_examples: sentences kept for the viewer.
-        decode: tokens to generate after the text with `hf_entmax.generation.ExactSparseCache`, to say how many keys of the
-            cache had to be read; 0 for none. Models that are not patched, or are not made for so many, are left out.
         scores: how good the models are, to stand beside their density, see :func:`hf_entmax.analysis.write_report`.
-        figures: draw figures (needs matplotlib).
-        device: "cpu", "cuda", ...; default: what Accelerate chooses.
-        title: heading of the report.
         progress: show progress bars.
         warn: called with every problem as it comes up; default: nothing, they are in the result and the report.
+        options: fields of :class:`hf_entmax.options.AnalysisOptions`, which says what they mean; ``compare`` takes loaded
+            models too.
 
     Returns:
         The statistics, the path of the report and the list of problems.
 
     Raises:
         FileNotFoundError: no such file or data set.
-        ValueError: an unknown option, no data, attention that cannot be seen.
+        TypeError: an unknown option.
+        ValueError: an option out of range, no data, attention that cannot be seen.
         KeyboardInterrupt: Ctrl-C, after a report of what had been measured until then was written (with one process).
     """
     from accelerate import Accelerator
 
-    _check_options(task, importance, language, max_sentences, importance_sentences, num_examples, decode)
-    names = _names([model, *compare], names)
-    accelerator = Accelerator(cpu=device == "cpu")
+    chosen = AnalysisOptions(**options)
+    _check_options(chosen)
+    models = [model, *(chosen.compare or ())]
+    names = _names(models, chosen.names)
+    accelerator = Accelerator(cpu=chosen.device == "cpu")
     problems: list[str] = []
 
     def report_problem(text: str) -> None:
@@ -140,11 +104,12 @@ def analyze(
         if warn is not None and accelerator.is_main_process:
             warn(text)
 
-    sentences = _read_gold(read_conllu, conllu, max_sentences, "dependencies", report_problem)
-    pairs = _read_gold(read_alignments, alignments, max_sentences, "alignments", report_problem)
+    limit = chosen.max_sentences
+    sentences = _read_gold(read_conllu, chosen.conllu, limit, "dependencies", report_problem)
+    pairs = _read_gold(read_alignments, chosen.alignments, limit, "alignments", report_problem)
     if data is not None:
-        columns = {"source_column": source_column, "target_column": target_column}
-        records = read_data(data, **columns, split=split, dataset_config=dataset_config, limit=max_sentences)
+        names_of_data = ("source_column", "target_column", "split", "dataset_config")
+        records = read_data(data, **{name: getattr(chosen, name) for name in names_of_data}, limit=limit)
     else:
         records = [TextRecord(" ".join(pair.source), " ".join(pair.target)) for pair in pairs]
         records = records or [TextRecord(sentence.text) for sentence in sentences]
@@ -155,16 +120,17 @@ def analyze(
     statistics: list[AttentionStatistics] = []
     stopped: KeyboardInterrupt | None = None
     try:
-        for place, (entry, name) in enumerate(zip([model, *compare], names, strict=True)):
-            loaded, words = _load(entry, tokenizer if place == 0 else None, task, device or accelerator.device)
-            run = _Run(loaded, words, name, accelerator, report_problem, language, batch_size, max_length, progress)
-            decodes = accelerator.is_main_process and run.can_decode(decode)
+        for place, (entry, name) in enumerate(zip(models, names, strict=True)):
+            device = chosen.device or accelerator.device
+            loaded, words = _load(entry, tokenizer if place == 0 else None, chosen.task, device)
+            run = _Run(loaded, words, name, accelerator, report_problem, chosen, progress)
+            decodes = accelerator.is_main_process and run.can_decode(chosen.decode)
             run.measure(statistics, records, sentences, pairs)
-            run.measure_importance(statistics[-1], records[:importance_sentences], importance)
+            run.measure_importance(statistics[-1], records[: chosen.importance_sentences], chosen.importance)
             if decodes:
-                run.decode(statistics[-1], records, decode)
-            if num_examples and accelerator.is_main_process:
-                statistics[-1].examples = run.examples(records, num_examples)
+                run.decode(statistics[-1], records, chosen.decode)
+            if chosen.num_examples and accelerator.is_main_process:
+                statistics[-1].examples = run.examples(records, chosen.num_examples)
             del loaded, run
     except KeyboardInterrupt as stop:
         if accelerator.num_processes > 1 or not statistics:
@@ -173,9 +139,8 @@ def analyze(
     path = None
     if accelerator.is_main_process:
         for other in statistics:
-            other.info |= {"data": str(data or conllu or alignments), "max_sentences": max_sentences}
-        target = Path(out)
-        path = write_report(statistics, target, title=title, scores=scores, figures=figures)
+            other.info |= {"data": str(data or chosen.conllu or chosen.alignments), "max_sentences": limit}
+        path = write_report(statistics, chosen.out, title=chosen.title, scores=scores, figures=chosen.figures)
         for place, other in enumerate(statistics):
             other.save(path.parent / f"statistics-{place}.safetensors")
     if stopped is not None:
@@ -194,9 +159,7 @@ class _Run:
     name: str
     accelerator: Any
     warn: Callable[[str], None]
-    language: str
-    batch_size: int
-    max_length: int | None
+    options: AnalysisOptions
     progress: bool
 
     def __post_init__(self) -> None:
@@ -210,14 +173,14 @@ class _Run:
             )
 
     def encoder(self) -> Encoder:
-        return Encoder(self.model, self.tokenizer, self.batch_size, self.max_length)
+        return Encoder(self.model, self.tokenizer, self.options.batch_size, self.options.max_length)
 
     def total(self, items: Sequence[Any]) -> int:
         """Number of batches."""
-        return -(-len(items) // self.batch_size)
+        return -(-len(items) // self.options.batch_size)
 
     def collect(self, batches: Any, items: Sequence[Any], what: str = "", **options: Any) -> AttentionStatistics:
-        options |= {"tokenizer": self.tokenizer, "interrogatives": INTERROGATIVE_WORDS[self.language]}
+        options |= {"tokenizer": self.tokenizer, "interrogatives": INTERROGATIVE_WORDS[self.options.language]}
         options |= {"name": f"{self.name} ({what})" if what else self.name, "on_error": "skip", **self.shared}
         return collect(self.model, batches, total=self.total(items), **options)
 
@@ -316,7 +279,7 @@ class _Run:
         }
 
     def examples(self, records: list[TextRecord], limit: int) -> list[Any]:
-        encoder = Encoder(self.model, self.tokenizer, 1, self.max_length)
+        encoder = Encoder(self.model, self.tokenizer, 1, self.options.max_length)
         chosen = _varied(records, limit * 8)
         try:
             examples = collect_examples(self.model, encoder.texts(chosen), self.tokenizer, limit)
@@ -337,17 +300,16 @@ def _varied(records: list[TextRecord], limit: int) -> list[TextRecord]:
     return [*questions, *[record for record in middling if record not in questions]][:limit]
 
 
-def _check_options(task, importance, language, max_sentences, importance_sentences, num_examples, decode) -> None:
-    if task is not None and task not in TASKS:
-        raise ValueError(f"task is {task!r}; allowed are {', '.join(TASKS)}.")
-    if importance not in ("none", "gradient", "masking", "both"):
-        raise ValueError(f"importance is {importance!r}; allowed are none, gradient, masking and both.")
-    if language not in INTERROGATIVE_WORDS:
-        raise ValueError(f"language is {language!r}; words that ask are known for {', '.join(INTERROGATIVE_WORDS)}.")
-    at_least = {"max_sentences": (max_sentences, 1), "importance_sentences": (importance_sentences, 1)}
-    at_least |= {"num_examples": (num_examples, 0), "decode": (decode, 0)}
-    for what, (value, least) in at_least.items():
-        if value < least:
+def _check_options(options: AnalysisOptions) -> None:
+    if options.task is not None and options.task not in TASKS:
+        raise ValueError(f"task is {options.task!r}; allowed are {', '.join(TASKS)}.")
+    if options.importance not in ("none", "gradient", "masking", "both"):
+        raise ValueError(f"importance is {options.importance!r}; allowed are none, gradient, masking and both.")
+    if options.language not in INTERROGATIVE_WORDS:
+        known = ", ".join(INTERROGATIVE_WORDS)
+        raise ValueError(f"language is {options.language!r}; question words are known for {known}.")
+    for what, least in {"max_sentences": 1, "importance_sentences": 1, "num_examples": 0, "decode": 0}.items():
+        if (value := getattr(options, what)) < least:
             raise ValueError(f"{what} is {value}; it must be at least {least}.")
 
 

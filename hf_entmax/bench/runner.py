@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,7 @@ from hf_entmax.bench.implementations import (
 from hf_entmax.bench.losses import loss_steps
 from hf_entmax.bench.timing import interleaved_times, machine, peak_memory, quantile, spread
 from hf_entmax.ops import entmax_attention
-
-#: Alphas of a grid of one's own, and rows of its losses.
-_ALPHA, _ROWS = (1.3, 2.0), 2048
+from hf_entmax.options import BenchOptions
 
 
 @dataclass(frozen=True)
@@ -58,53 +57,29 @@ class Measurement:
     python: str
 
 
-def run(
-    preset: str = "quick",
-    *,
-    out: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "float32",
-    repeats: int = 15,
-    budget: float = 20.0,
-    implementations: Sequence[str] | None = None,
-    lengths: Sequence[int] | None = None,
-    sharpness: Sequence[float] = (1.0, 3.0),
-    alpha: float | tuple[float, float] = _ALPHA,
-    causal: bool = False,
-    classes: Sequence[int] | None = None,
-    rows: int = _ROWS,
-    only: Sequence[str] = (),
-    report: Callable[[str], None] = print,
-) -> list[Measurement]:
+def run(preset: str = "quick", *, report: Callable[[str], None] = print, **options: Any) -> list[Measurement]:
     """Measure a preset, or a grid of one's own, and write the results.
 
     Args:
         preset: a name in `PRESETS`: "quick", "targets", "grid", "decoding", "model", "losses" or "losses-small"; ignored when
             ``lengths`` or ``classes`` is given.
-        out: folder for ``<preset>-<device>.csv`` and, where matplotlib is installed, ``.png``; nothing is written if
-            None.
-        device: "cpu", "cuda" or "auto" (cuda where there is one).
-        dtype: "float32", "bfloat16" or "float16", of attention; models and losses are timed in float32.
-        repeats: rounds over all implementations.
-        budget: seconds per case and mode after which no new round begins (three are always run).
-        implementations: the ones to compare with ours in attention, instead of each case's own list.
-        lengths: sequence lengths of a grid of one's own.
-        sharpness: standard deviations of its queries.
-        alpha: its alpha, or the range of its learned alphas.
-        causal: whether it is causal.
-        classes: numbers of classes of losses of one's own.
-        rows: rows of their batches.
-        only: parts of names; cases with none of them in their name are left out.
         report: called with every line of the report.
+        options: fields of `hf_entmax.options.BenchOptions`, which says what they mean. ``out`` gets ``<preset>-<device>.csv``
+            and, where matplotlib is installed, ``.png``.
 
     Returns:
         The rows of the CSV file.
 
     Raises:
+        TypeError: if an option is unknown.
         ValueError: if a name is unknown, or an argument is given that no case heeds.
         RuntimeError: if an implementation's output is wrong. Then nothing is timed.
         KeyboardInterrupt: if it is interrupted, after what had been measured until then was written.
     """
+    chosen = BenchOptions(**options)
+    dtype, device, implementations, lengths = chosen.dtype, chosen.device, chosen.implementations, chosen.lengths
+    causal, classes, rows, only = chosen.causal, chosen.classes, chosen.rows, chosen.only
+    repeats, budget, out = chosen.repeats, chosen.budget, chosen.out
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; the options are 'float32', 'bfloat16' and 'float16'.")
     if device == "auto":
@@ -116,8 +91,9 @@ def run(
     cases: Sequence[AnyCase]
     if lengths is not None or classes is not None:
         preset, name = "custom", "L{}, q x {:g}" + (", causal" if causal else "")
-        shapes = [(n, s) for n in lengths or () for s in sharpness]
-        cases = [Case(name.format(n, s), 1, 8, n, sharpness=s, alpha=alpha, causal=causal) for n, s in shapes]
+        alpha: dict[str, Any] = {} if chosen.alpha is None else {"alpha": chosen.alpha}
+        shapes = [(n, s) for n in lengths or () for s in chosen.sharpness]
+        cases = [Case(name.format(n, s), 1, 8, n, sharpness=s, causal=causal, **alpha) for n, s in shapes]
         cases += [case for count in classes or () for case in loss_cases(count, rows)]
     elif preset in PRESETS:
         cases = PRESETS[preset]
@@ -128,8 +104,8 @@ def run(
     attention = any(isinstance(case, Case) for case in cases)
     idle = {
         "causal": causal and lengths is None,
-        "alpha": alpha != _ALPHA and lengths is None,
-        "rows": rows != _ROWS and classes is None,
+        "alpha": chosen.alpha is not None and lengths is None,
+        "rows": rows != BenchOptions.rows and classes is None,
         "dtype": dtype != "float32" and not attention,
         "implementations": implementations is not None and not attention,
     }

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from hf_entmax import patch_model
 from hf_entmax.analysis.analyze import _names, analyze, infer_task
 from hf_entmax.analysis.report.findings import summarize
-from hf_entmax.analyze_cli import analyze_command
+from hf_entmax.cli import analyze as analyze_command
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [*tiny_tokenizers.TEXTS, "the dog walks", "who walks ?", "the unhappy dog barks"]
