@@ -11,10 +11,11 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 #: Form of a verb -> its tag in the vocabulary of characters, and how other models are asked for it.
 SLOTS = {
@@ -24,6 +25,8 @@ SLOTS = {
     "present_participle": ("<ing>", "present participle: "),
 }
 TAGS = [tag for tag, _ in SLOTS.values()]
+#: How often each irregular past form is in the training data: a list of verbs has few of them, running text has many.
+IRREGULAR_COPIES = 2
 #: Always in the training part: the verb whose tree of hypotheses is drawn, so that both its forms have been seen.
 AMBIGUOUS_VERB = "dream"
 
@@ -123,6 +126,12 @@ def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Questio
     return asked
 
 
+def training_questions(known: Sequence[Verb]) -> list[Question]:
+    """Every question about these verbs, those with irregular answers more than once."""
+    asked = questions(known)
+    return asked + (IRREGULAR_COPIES - 1) * [q for q in asked if q.groups[0] in ("irregular", "mixed")]
+
+
 def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
     """For each lemma the shortest one that makes it, and all its past forms, by the same prefix; else itself."""
     by_lemma = {verb.lemma: verb for verb in verbs}
@@ -179,10 +188,23 @@ def training_set(asked: Iterable[Question], tokenizer: PreTrainedTokenizerBase) 
 
 def batches(
     asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 512
-) -> Iterable[tuple[list[Question], dict]]:
+) -> Iterable[tuple[list[Question], BatchEncoding]]:
     """Padded encoder inputs of questions sorted by length, with the questions of each batch."""
     ordered = sorted(asked, key=lambda question: len(question.lemma))
     for start in range(0, len(ordered), batch_size):
         part = ordered[start : start + batch_size]
-        encoded = tokenizer([source_text(question, tokenizer) for question in part], padding=True, return_tensors="pt")
-        yield part, {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+        texts = [source_text(question, tokenizer) for question in part]
+        yield part, tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+
+
+def labelled_batches(
+    asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 128
+) -> list[BatchEncoding]:
+    """Batches with the first right answers as labels, padded with -100."""
+    found = []
+    for part, inputs in batches(asked, tokenizer, batch_size):
+        firsts = [question.answers[0] for question in part]
+        encoded: Any = tokenizer(text_target=firsts, padding=True, return_tensors="pt")
+        inputs["labels"] = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
+        found.append(inputs)
+    return found

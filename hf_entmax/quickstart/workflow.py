@@ -1,46 +1,46 @@
-"""The steps of the quickstart, in order."""
+"""The quickstart, top to bottom: patch a softmax model of English verbs, fine-tune, save, load, search, look at its heads."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor
+from rich.progress import track
+from rich.table import Table
 from torch.optim import AdamW
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 import hf_entmax
-from hf_entmax.analysis import AttentionStatistics, collect
+from hf_entmax.analysis import AttentionStatistics, collect, write_report
 from hf_entmax.analysis.collecting.examples import collect_examples
-from hf_entmax.analysis.report import write_report
-from hf_entmax.generation import HypothesisTree, beam_search, hypothesis_tree
-from hf_entmax.quickstart import data, measure, models, show
-from hf_entmax.quickstart.data import Question, Verb, source_text
-from hf_entmax.quickstart.measure import labelled_batches
+from hf_entmax.generation import HypothesisTree, SearchResult, beam_search, hypothesis_tree, support_size
+from hf_entmax.ops import entmax
+from hf_entmax.quickstart import data, models
+from hf_entmax.quickstart.data import GROUPS, Question, batches, labelled_batches, source_text
 from hf_entmax.training import AlphaLoggingCallback, alpha_parameter_groups
 
 #: Peak learning rates: of the small model's weights, of a given model's, of the alphas.
 FINE_TUNE_LR, PRETRAINED_LR, ALPHA_LR = 1e-3, 1e-4, 5e-2
 #: Alphas start in the middle of their range, where heads can go either way.
 ALPHA_INIT = 1.5
-#: How often each irregular past form is in the training data: a list of verbs has few of them, running text has many.
-IRREGULAR_COPIES = 2
-BETAS = (0.9, 0.98)
-#: Of ``max_minutes``: when fine-tuning must be over. The rest is for measuring.
+#: Share of ``max_minutes`` after which fine-tuning must be over. The rest is for measuring.
 FINE_TUNE_UNTIL = 0.85
-#: Held-out questions on which attention is measured; beside the example, whose attention the report shows whole; that are
-#: searched with certificates; and, of those, how many of the most uncertain ones are shown with their answers.
-ANALYSED, SHOWN, SEARCHED, UNCERTAIN = 256, 5, 400, 4
+#: Held-out questions whose attention is measured, that the report shows, that are searched with certificates; and the most
+#: uncertain ones of those, which are shown with their answers.
+ANALYSED, SHOWN, SEARCHED, UNCERTAIN = 256, 6, 400, 4
+NUM_BEAMS = 5
+#: Panels of the figure of attention maps; models with more cross-attention heads show the first layers.
+MOST_MAPS = 12
 
 
 def run(
@@ -73,8 +73,7 @@ def run(
             said. Otherwise the steps alone decide, and two runs on one machine give the same numbers.
         steps: optimiser steps after patching, >= 1.
         batch_size: pairs per step; by default 64 for the small model, 32 for a given one.
-        questions: measure on so many held-out questions at most; by default all for the small model, 200 for a given
-            one.
+        questions: measure on at most this many held-out questions; by default all for the small model, 200 for a given one.
         console: of ``rich``, where everything is printed.
 
     Returns:
@@ -102,186 +101,309 @@ def run(
     transformers_logging.disable_progress_bar()
     set_seed(seed)
     with _threads(1 if small else torch.get_num_threads()):
-        return _Quickstart(settings | {"max_minutes": max_minutes, **counts}, out, console or Console()).run()
+        return _run(settings | {"max_minutes": max_minutes, **counts}, out, console or Console())
 
 
-def training_questions(known: list[Verb]) -> list[Question]:
-    """Every question about these verbs, those with irregular answers more than once."""
-    asked = data.questions(known)
-    return asked + (IRREGULAR_COPIES - 1) * [q for q in asked if q.groups[0] in ("irregular", "mixed")]
+def _run(settings: dict[str, Any], out: Path, console: Console) -> dict[str, Any]:
+    given, output_alpha, seed = (settings[name] for name in ("model", "output_alpha", "seed"))
+    start = last = time.monotonic()
+    seconds: dict[str, float] = {}
 
-
-class _Quickstart:
-    """One run: what its steps share."""
-
-    def __init__(self, settings: dict[str, Any], out: Path, console: Console) -> None:
-        self.settings, self.out, self.console, self.print = settings, out, console, console.print
-        self.start = self.last = time.monotonic()
-        self.seconds: dict[str, float] = {}
-        self.steps_done: dict[str, int] = {}
-
-    def lap(self, name: str) -> None:
-        """Write down how long the step took that ends here, s."""
+    def lap(name: str) -> None:
+        nonlocal last
         now = time.monotonic()
-        self.seconds[name], self.last = round(now - self.last, 1), now
+        seconds[name], last = round(now - last, 1), now
 
-    def sample(self, asked: list[Question], most: int | None) -> list[Question]:
-        if most is None or len(asked) <= most:
-            return list(asked)
-        return random.Random(self.settings["seed"]).sample(asked, most)
+    verbs = data.read_verbs()
+    known, unknown = data.split_verbs(verbs)  # the split that the small model was trained with
+    held_out = _sample(data.questions(unknown, known), settings["questions"], seed)
+    console.print(
+        f"[bold]1. Data[/]: {len(verbs):,} English verbs; {len(known):,} to learn from, {len(unknown)} held out, "
+        f"{len(held_out):,} questions about those."
+    )
 
-    def run(self) -> dict[str, Any]:
-        given, output_alpha, seed = (self.settings[name] for name in ("model", "output_alpha", "seed"))
-        verbs = data.read_verbs()
-        known, unknown = data.split_verbs(verbs)  # the split that the small model was trained with
-        self.held_out = self.sample(data.questions(unknown, known), self.settings["questions"])
-        self.print(
-            f"[bold]1. Data[/]: {len(verbs):,} English verbs; {len(known):,} to learn from, {len(unknown)} held out, "
-            f"{len(self.held_out):,} questions about those."
-        )
-        self.print("[bold]2. A softmax model[/]:", escape(given or "a small BART of characters, part of this package."))
-        if given is None:
-            self.tokenizer: Any = data.build_tokenizer(verbs)
-            self.model: Any = models.pretrained_bart(self.tokenizer)
-        else:
-            self.model, self.tokenizer = models.load_pretrained(given)
-        self.pairs = data.training_set(training_questions(known), self.tokenizer)
-        if given is None:
-            self.save("base")
-        self.lap("softmax model")
-        before, softmax_statistics = self.measure("softmax")
-        self.lap("measuring it")
+    console.print("[bold]2. A softmax model[/]:", escape(given or "a small BART of characters, part of this package."))
+    if given is None:
+        tokenizer: Any = data.build_tokenizer(verbs)
+        model: Any = models.pretrained_bart(tokenizer)
+        _save(model, tokenizer, out / "base")
+    else:
+        model, tokenizer = models.load_pretrained(given)
+    pairs = data.training_set(data.training_questions(known), tokenizer)
+    lap("softmax model")
+    before = _measure(model, tokenizer, held_out, "softmax", seed, console)
+    lap("measuring it")
 
-        self.print("[bold]3. Patch[/]: model = hf_entmax.patch_model(model)")
-        self.model = hf_entmax.patch_model(self.model, alpha_init=ALPHA_INIT, output_alpha=output_alpha)
+    console.print("[bold]3. Patch[/]: model = hf_entmax.patch_model(model)")
+    model = hf_entmax.patch_model(model, alpha_init=ALPHA_INIT, output_alpha=output_alpha)
 
-        self.print("[bold]4. Fine-tune[/] with the Seq2SeqTrainer")
-        lr = FINE_TUNE_LR if given is None else PRETRAINED_LR
-        callback = AlphaLoggingCallback(labelled_batches(self.held_out[:16], self.tokenizer)[0])
-        optimizer = AdamW(alpha_parameter_groups(self.model, lr=lr, alpha_lr=ALPHA_LR), betas=BETAS)
-        self.train("entmax", "model", optimizer, self.settings["steps"], seed + 1, FINE_TUNE_UNTIL, callback)
-        self.lap("fine-tuning")
+    console.print("[bold]4. Fine-tune[/] with the Seq2SeqTrainer")
+    lr = FINE_TUNE_LR if given is None else PRETRAINED_LR
+    end = start + FINE_TUNE_UNTIL * 60 * settings["max_minutes"]
+    steps_done = models.train(
+        model, tokenizer, pairs, AdamW(alpha_parameter_groups(model, lr=lr, alpha_lr=ALPHA_LR), betas=models.BETAS),
+        title="training with entmax", out_dir=out / "model", steps=settings["steps"],
+        max_seconds=max(1.0, end - time.monotonic()), batch_size=settings["batch_size"], seed=seed + 1, console=console,
+        callbacks=[AlphaLoggingCallback(labelled_batches(held_out[:16], tokenizer)[0])],
+    )  # fmt: skip
+    lap("fine-tuning")
 
-        self.print("[bold]5. Save[/]: model.save_pretrained(directory)")
-        self.save("model")
-        probe = labelled_batches(self.held_out[:32], self.tokenizer)[0]
-        difference = models.check_reload(self.model, self.out / "model", probe)
-        self.print(f"[bold]6. Reload[/] in a fresh process: the largest difference of a logit is {difference:.2g}.")
-        self.lap("saving and reloading")
+    console.print("[bold]5. Save[/]: model.save_pretrained(directory)")
+    _save(model, tokenizer, out / "model")
+    console.print("[bold]6. Reload[/] in a fresh process")
+    with console.status("loading the model there"):
+        difference = models.check_reload(model, out / "model", labelled_batches(held_out[:32], tokenizer)[0])
+    console.print(f"The largest difference of a logit is {difference:.2g}.")
+    lap("saving and reloading")
 
-        self.print("[bold]7. What became of it[/]")
-        after, statistics = self.measure("entmax")
-        self.print(show.accuracy_table({"softmax": before, "entmax, fine-tuned": after}))
-        self.print(show.site_table(softmax_statistics, statistics))
-        lists = lambda values: {site: tensor.tolist() for site, tensor in values.items()}  # noqa: E731
-        both = {"before": (before, softmax_statistics), "after": (after, statistics)}
-        results: dict[str, Any] = {
-            "settings": self.settings,
-            "steps_done": self.steps_done,
-            "versions": {"hf_entmax": hf_entmax.__version__, "torch": torch.__version__},
-            "verbs": {"train": len(known), "held_out": len(unknown), "questions": len(self.held_out)},
-            "accuracy": {
-                name: {group: dataclasses.asdict(score) | {"share": score.share} for group, score in scores.items()}
-                for name, (scores, _) in both.items()
-            },
-            "density": lists(statistics.density),
-            "head_diversity_nats": {name: lists(own.head_diversity_nats) for name, (_, own) in both.items()},
-            "alpha": lists(hf_entmax.alphas(self.model)),
-            "reload": {"largest_difference_of_a_logit": difference},
+    console.print("[bold]7. What became of it[/]")
+    after = _measure(model, tokenizer, held_out, "entmax", seed, console)
+    (accuracy_before, softmax), (accuracy_after, sparse) = before, after
+    console.print(_accuracy_table({"softmax": accuracy_before, "entmax, fine-tuned": accuracy_after}))
+    console.print(_site_table(softmax, sparse))
+    lists = lambda values: {site: tensor.tolist() for site, tensor in values.items()}  # noqa: E731
+    results: dict[str, Any] = {
+        "settings": settings,
+        "steps_done": {"entmax": steps_done},
+        "versions": {"hf_entmax": hf_entmax.__version__, "torch": torch.__version__},
+        "verbs": {"train": len(known), "held_out": len(unknown), "questions": len(held_out)},
+        "accuracy": {"before": accuracy_before, "after": accuracy_after},
+        "density": lists(sparse.density),
+        "head_diversity_nats": {
+            "before": lists(softmax.head_diversity_nats),
+            "after": lists(sparse.head_diversity_nats),
+        },
+        "alpha": lists(hf_entmax.alphas(model)),
+        "reload": {"largest_difference_of_a_logit": difference},
+    }
+    lap("measuring")
+    tree = None
+    if output_alpha is not None:
+        results["output"], tree = _search(model, tokenizer, _sample(held_out, SEARCHED, seed), output_alpha, console)
+        lap("searching")
+    with console.status("drawing the figures and the report"):
+        results["files"] = [str(path) for path in _draw(out, softmax, sparse, tree, console)]
+    lap("figures and report")
+    total = time.monotonic() - start
+    results["seconds"] = {**seconds, "total": round(total, 1)}
+    target = out / "results.json"
+    target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    done = f"{steps_done:,} of {settings['steps']:,} steps with entmax"
+    console.print(escape(f"Done in {total:.0f} s: {done}. Numbers: {target}; model: {out / 'model'}"))
+    return results
+
+
+def _sample(asked: list[Question], most: int | None, seed: int) -> list[Question]:
+    return list(asked) if most is None or len(asked) <= most else random.Random(seed).sample(asked, most)
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _measure(
+    model: Any, tokenizer: Any, held_out: list[Question], name: str, seed: int, console: Console
+) -> tuple[dict[str, dict[str, Any]], AttentionStatistics]:
+    """Measure accuracy by group and attention; the first sentence that the report shows is the most telling one."""
+    scores = accuracy(answers(model, tokenizer, held_out, console))
+    analysed = labelled_batches(_sample(held_out, ANALYSED, seed), tokenizer)
+    groups = ("sparsity", "diversity", "position", "roles")
+    with console.status("measuring its attention"):
+        statistics = collect(model, analysed, tokenizer=tokenizer, groups=groups, name=name)
+        pasts = [q for q in held_out if q.slot == "past" and q.groups[0] == "regular"]
+        doubled = [q for q in pasts if len(q.answers[0]) == len(q.lemma) + 3]  # the answer changes the stem
+        first = max(doubled or held_out, key=lambda q: (len(q.lemma), q.lemma))
+        shown = [first, *[question for question in held_out if question is not first][: SHOWN - 1]]
+        examples = (labelled_batches([question], tokenizer)[0] for question in shown)
+        statistics.examples = collect_examples(model, examples, tokenizer)
+    shares = {f"accuracy on {group} verbs": scores[group]["share"] for group in ("regular", "irregular")}
+    statistics.scores = {name: share for name, share in shares.items() if share is not None}
+    return scores, statistics
+
+
+def answers(model: Any, tokenizer: Any, asked: Sequence[Question], console: Console) -> list[tuple[Question, str]]:
+    """Answer every question greedily."""
+    model.eval()
+    given = []
+    for part, inputs in track(list(batches(asked, tokenizer)), "answering held-out questions", console=console):
+        tokens = model.generate(**inputs.to(model.device), num_beams=1, do_sample=False)
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        given += [(question, text.strip()) for question, text in zip(part, texts, strict=True)]
+    return given
+
+
+def accuracy(given: Iterable[tuple[Question, str]]) -> dict[str, dict[str, Any]]:
+    """Count right answers per group, their total, and the share, None without questions; any variant of the table is right."""
+    right: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for question, answer in given:
+        total.update(question.groups)
+        right.update(question.groups if answer in question.answers else ())
+    share = lambda group: right[group] / total[group] if total[group] else None  # noqa: E731
+    return {group: {"right": right[group], "total": total[group], "share": share(group)} for group in GROUPS}
+
+
+def _search(
+    model: Any, tokenizer: Any, asked: list[Question], output_alpha: float, console: Console
+) -> tuple[dict[str, Any], HypothesisTree]:
+    """Search held-out questions with certificates; show the tree of the ambiguous verb, and the most uncertain questions."""
+    found: list[tuple[Question, SearchResult]] = []
+    for part, inputs in track(list(batches(asked, tokenizer, 128)), "searching with certificates", console=console):
+        found += zip(part, beam_search(model, inputs.to(model.device), num_beams=NUM_BEAMS), strict=True)
+
+    def text(tokens: Any) -> str:
+        return "" if tokens is None else str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    known = [len(result) for _, result in found if result.exhaustive]
+    proved = {
+        "total": len(found),
+        "optimal": sum(result.optimal for _, result in found) / len(found),
+        "exhaustive": len(known) / len(found),
+        "single": known.count(1) / len(found),
+        "right": sum(text(result.best) in question.answers for question, result in found) / len(found),
+        "hypotheses": sum(known) / len(known) if known else None,
+        "support": _support(model, tokenizer, [question for question, _ in found], output_alpha),
+    }
+    number = lambda value: "-" if value is None else f"{value:.2f}"  # noqa: E731
+    rows = [
+        ("answer certified as the most probable one", percent(proved["optimal"])),
+        ("all answers with nonzero probability are known", percent(proved["exhaustive"])),
+        ("all probability on a single answer", percent(proved["single"])),
+        ("mean number of answers, where all are known", number(proved["hypotheses"])),
+        ("mean number of possible characters per step", number(proved["support"])),
+        ("best answer of the search is right", percent(proved["right"])),
+    ]
+    title = f"Sparse output (alpha {output_alpha:g}), beam of {NUM_BEAMS} on {len(found)} held-out questions"
+    console.print(_table(title, ["measure"], ["value"], rows, show_header=False))
+
+    verb = next(v for v in data.read_verbs() if v.lemma == data.AMBIGUOUS_VERB)
+    ambiguous = next(q for q in data.questions([verb]) if len(q.answers) > 1)
+    (_, inputs), *_ = batches([ambiguous], tokenizer)
+    result = beam_search(model, inputs.to(model.device), num_beams=NUM_BEAMS)[0]
+    tree = hypothesis_tree(result, tokenizer)
+    title = f"{source_text(ambiguous, tokenizer)} (in training: {' and '.join(ambiguous.answers)})"
+    console.print(title, tree.to_text(), sep="\n", markup=False)
+    open_questions = [(q, r) for q, r in found if r.exhaustive and 2 <= len(r) <= 6]
+    uncertain = sorted(open_questions, key=lambda pair: pair[1].probabilities[0])[:UNCERTAIN]
+    listed = {}
+    for question, found_there in [(ambiguous, result), *uncertain]:
+        told = zip(found_there.sequences, found_there.probabilities, found_there.finished, strict=True)
+        listed[source_text(question, tokenizer)] = {
+            text(tokens): probability for tokens, probability, ends in told if ends
         }
-        self.lap("measuring")
-        tree = None
-        if output_alpha is not None:
-            results["output"], tree = self.search()
-            self.lap("searching")
-        results["files"] = [str(path) for path in self.draw(softmax_statistics, statistics, tree)]
-        self.lap("figures and report")
-        total = time.monotonic() - self.start
-        results["seconds"] = {**self.seconds, "total": round(total, 1)}
-        target = self.out / "results.json"
-        target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        planned = {"entmax": self.settings["steps"]}
-        done = ", ".join(f"{n:,} of {planned[name]:,} steps with {name}" for name, n in self.steps_done.items())
-        self.print(escape(f"Done in {total:.0f} s: {done}. Numbers: {target}; model: {self.out / 'model'}"))
-        return results
+    if uncertain:
+        rows = [(question, _listed(found_there)) for question, found_there in list(listed.items())[1:]]
+        title = "Answers that the model holds possible, with their probabilities"
+        console.print(_table(title, ["question", "answers"], [], rows))
+    return {**proved, "hypotheses_of": listed}, tree
 
-    def train(
-        self, name: str, folder: str, optimizer: AdamW, steps: int, seed: int, until: float, *callbacks: Any
-    ) -> None:
-        end = self.start + until * 60 * self.settings["max_minutes"]
-        self.steps_done[name] = models.train(
-            self.model, self.tokenizer, self.pairs, optimizer, title=f"training with {name}", out_dir=self.out / folder,
-            steps=steps, max_seconds=max(1.0, end - time.monotonic()), batch_size=self.settings["batch_size"], seed=seed,
-            console=self.console, callbacks=callbacks,
-        )  # fmt: skip
 
-    def save(self, folder: str) -> None:
-        self.model.save_pretrained(self.out / folder)
-        self.tokenizer.save_pretrained(self.out / folder)
+@torch.no_grad()
+def _support(model: Any, tokenizer: Any, asked: Sequence[Question], alpha: float) -> float:
+    """Count the tokens with nonzero probability per step, on average along the first right answers."""
+    possible, steps = 0.0, 0
+    for batch in labelled_batches(asked, tokenizer, 512):
+        batch = batch.to(model.device)
+        count = int((batch["labels"] != -100).sum())
+        probs = entmax(model(**batch).logits.float(), alpha)
+        possible += count * support_size(probs, batch["labels"]).item()
+        steps += count
+    return possible / steps
 
-    def measure(self, name: str) -> tuple[dict[str, measure.Score], AttentionStatistics]:
-        """Accuracy and attention of the model as it stands."""
-        scores = measure.accuracy(measure.answers(self.model, self.tokenizer, self.held_out, self.console))
-        batches = labelled_batches(self.sample(self.held_out, ANALYSED), self.tokenizer)
-        groups = ("sparsity", "diversity", "position", "roles")
-        statistics = collect(self.model, batches, tokenizer=self.tokenizer, groups=groups, name=name)
-        first = self.example
-        shown = [first, *[question for question in self.held_out if question is not first][:SHOWN]]
-        statistics.examples = collect_examples(self.model, labelled_batches(shown, self.tokenizer), self.tokenizer)
-        shares = {f"accuracy on {group} verbs": scores[group].share for group in ("regular", "irregular")}
-        statistics.scores = {name: share for name, share in shares.items() if share is not None}
-        return scores, statistics
 
-    @property
-    def example(self) -> Question:
-        """The question of the attention maps: one whose answer changes the stem, if one is held out."""
-        pasts = [q for q in self.held_out if q.slot == "past" and q.groups[0] == "regular"]
-        doubled = [q for q in pasts if len(q.answers[0]) == len(q.lemma) + 3]
-        return max(doubled or self.held_out, key=lambda q: (len(q.lemma), q.lemma))
+def _draw(
+    out: Path, before: AttentionStatistics, after: AttentionStatistics, tree: HypothesisTree | None, console: Console
+) -> list[Path]:
+    """Draw the figures, where matplotlib is installed, and the report, whose figures compare the two models."""
+    folder, files = out / "figures", []
+    try:
+        for name, figure in _figures(out / "model" / "alphas.jsonl", after, tree).items():
+            folder.mkdir(parents=True, exist_ok=True)
+            files.append(folder / f"{name}.png")
+            figure.savefig(files[-1])
+        console.print(escape(f"Figures: {', '.join(file.name for file in files)} in {folder}"))
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        said = escape(f"{error}. Install matplotlib: pip install 'hf_entmax[figures]'")
+        console.print(f"[yellow]No figures were drawn[/]: {said}")
+    report = write_report([after, before], out / "report.html", title="English verbs: entmax and softmax")
+    console.print(escape(f"Report with every head: {report}"))
+    return [*files, report]
 
-    def search(self) -> tuple[dict[str, Any], HypothesisTree]:
-        """Certificates on held-out questions, the tree of the ambiguous verb, and the most uncertain questions."""
-        model, tokenizer = self.model, self.tokenizer
-        found = measure.search(model, tokenizer, self.sample(self.held_out, SEARCHED), self.console)
-        proved = measure.certificates(model, tokenizer, found)
-        self.print(show.output_table(proved, float(self.settings["output_alpha"] or 1.0)))
-        verb = next(v for v in data.read_verbs() if v.lemma == data.AMBIGUOUS_VERB)
-        asked = next(q for q in data.questions([verb]) if len(q.answers) > 1)
-        (_, inputs), *_ = data.batches([asked], tokenizer)
-        result = beam_search(model, measure.on_device(inputs, model), num_beams=measure.NUM_BEAMS)[0]
-        tree = hypothesis_tree(result, tokenizer)
-        title = f"{source_text(asked, tokenizer)} (in training: {' and '.join(asked.answers)})"
-        self.print(title, tree.to_text(), sep="\n", markup=False)
-        known = [(q, r) for q, r in found if r.exhaustive and 2 <= len(r) <= 6]
-        uncertain = sorted(known, key=lambda pair: pair[1].probabilities[0])[:UNCERTAIN]
-        rows = [(source_text(q, tokenizer), measure.hypotheses(tokenizer, r)) for q, r in [(asked, result), *uncertain]]
-        if uncertain:
-            self.print(show.hypothesis_table(rows[1:]))
-        listed = {question: dict(answers) for question, answers in rows}
-        return {**dataclasses.asdict(proved), "hypotheses_of": listed}, tree
 
-    def draw(self, before: AttentionStatistics, after: AttentionStatistics, tree: HypothesisTree | None) -> list[Path]:
-        """The figures, where matplotlib is installed, and the report."""
-        batch: dict[str, Tensor] = measure.on_device(labelled_batches([self.example], self.tokenizer)[0], self.model)
-        maps = collect_examples(self.model, [batch], self.tokenizer, limit=1)[0].sites["cross"]
-        folder, log, files = self.out / "figures", self.out / "model" / "alphas.jsonl", []
-        try:
-            files = show.write_figures(folder, before, after, log, maps, tree)
-            self.print(escape(f"Figures: {', '.join(file.name for file in files)} in {folder}"))
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "matplotlib":
-                raise
-            said = escape(f"{error}. Install matplotlib: pip install 'hf_entmax[figures]'")
-            self.print(f"[yellow]No figures were drawn[/]: {said}")
-        title, path = "English verbs: entmax and softmax", self.out / "report.html"
-        report = write_report([after, before], path, title=title)
-        self.print(escape(f"Report with every head: {report}"))
-        return [*files, report]
+def _figures(trajectory: Path, after: AttentionStatistics, tree: HypothesisTree | None) -> dict[str, Any]:
+    """Draw what the report does not have: alpha over training, cross-attention of the first example, the hypothesis tree."""
+    from hf_entmax.analysis import plots
+
+    cross, alphas = after.examples[0].sites["cross"], after.alphas["cross"]
+    queries, keys = ([token.text for token in tokens] for tokens in (cross.queries, cross.keys))
+    heads = [(layer, head) for layer, row in enumerate(cross.weights) for head in range(len(row))][:MOST_MAPS]
+    maps = [(f"{i}.{j}  α {alphas[i, j]:.2f}", cross.weights[i, j], queries, keys) for i, j in heads]
+    figures: dict[str, Any] = {
+        "alpha_per_head": plots.alpha_per_head(after),
+        "alpha_over_training": plots.alpha_trajectories(trajectory),
+        "attention_maps": plots.attention_maps(maps, columns=4),
+    }
+    return figures if tree is None else figures | {"hypothesis_tree": tree.to_figure()}
+
+
+def _table(
+    title: str, left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]], **options: Any
+) -> Table:
+    table = Table(title=title, **options)
+    for name in (*left, *right):
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _accuracy_table(columns: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    first = next(iter(columns.values()))
+    rows = [
+        (meaning, str(first[group]["total"]), *(percent(scores[group]["share"]) for scores in columns.values()))
+        for group, meaning in GROUPS.items()
+    ]
+    return _table("Accuracy on held-out verbs (no lemma seen in training)", ["group"], ["questions", *columns], rows)
+
+
+def _site_table(before: AttentionStatistics, after: AttentionStatistics) -> Table:
+    """Show density and head diversity per site and layer, and the alphas of each layer."""
+    numbers = ["layer", "density", "diversity before", "diversity after"]
+    caption = "density: share of nonzero weights; diversity: Jensen-Shannon divergence of the heads in nats"
+    table = _table("Attention on held-out verbs", ["site"], numbers, [], caption=caption)
+    table.add_column("alpha per head")
+    for site, density in after.density.items():
+        diversity = [before.head_diversity_nats[site], after.head_diversity_nats[site]]
+        row = lambda d, js: (percent(float(d.nanmean())), *(f"{float(one.nanmean()):.3f}" for one in js))  # noqa: E731
+        table.add_row(site.replace("_", " "), "all", *row(density, diversity), "", style="bold")
+        for layer, own in enumerate(density):
+            shown = (
+                [f"{float(a):.2f}" for a in after.alphas[site][layer] if a == a]
+                if site in after.alphas
+                else ["softmax"]
+            )
+            alphas = " ".join(shown[:8]) + (" ..." if len(shown) > 8 else "")
+            table.add_row("", str(layer), *row(own, [one[layer] for one in diversity]), alphas)
+        table.add_section()
+    return table
+
+
+def _listed(found: dict[str, float], limit: int = 4) -> str:
+    shown = ", ".join(f"{text} {percent(p)}" for text, p in list(found.items())[:limit])
+    return shown + (f", and {len(found) - limit} more" if len(found) > limit else "")
+
+
+def percent(share: float | None) -> str:
+    """Write a share in [0, 1] with one decimal, or a dash."""
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads; one for the small model.
+    """Use this many threads; one for the small model.
 
     Its operations are too short to be shared, and threads that wait for each other make it many times slower wherever
     something else runs.

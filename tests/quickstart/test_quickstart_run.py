@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
-from hf_entmax.quickstart import data, measure, run
+from hf_entmax.quickstart import data, run, workflow
 from hf_entmax.quickstart.models import check_reload, learning_rate, pretrained_bart, small_bart, train
 
 
@@ -44,7 +44,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_everything_promised_is_written(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = finished
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == json.loads(json.dumps(results))
-    for name in ("alpha_per_head", "density_by_site", "attention_maps", "alpha_over_training", "hypothesis_tree"):
+    for name in ("alpha_per_head", "attention_maps", "alpha_over_training", "hypothesis_tree"):
         assert (out / "figures" / f"{name}.png").stat().st_size > 2000
     assert (out / "report.html").stat().st_size > 5000
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= {path.name for path in (out / "model").iterdir()}
@@ -203,6 +203,6 @@ def test_the_small_model_of_the_package_answers_verbs_that_it_has_not_seen() -> 
     model = pretrained_bart(tokenizer)
     assert not hf_entmax.is_patched(model) and sum(p.numel() for p in model.parameters()) < 300_000
     asked = [q for q in data.questions(unknown, known) if q.groups[0] == "regular"][:100]
-    found = measure.accuracy(measure.answers(model, tokenizer, asked, Console(file=io.StringIO())))["regular"]
+    found = workflow.accuracy(workflow.answers(model, tokenizer, asked, Console(file=io.StringIO())))["regular"]
     # Right answers to 96 % of all regular questions were counted when it was made: chance would be 0.
-    assert found.total == 100 and found.right > 80
+    assert found["total"] == 100 and found["right"] > 80
