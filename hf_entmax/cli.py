@@ -283,7 +283,7 @@ def _load(model: str, auto_class: str | None) -> Any:
 
 
 def _config(model: str) -> Any:
-    """The configuration of a model; where the Hub cannot be reached, what is in the cache, at once."""
+    """Load the configuration of a model, at once from the cache where the Hub cannot be reached."""
     import transformers
 
     there = Path(model).is_dir() or _hub_answers()
@@ -299,7 +299,7 @@ def _config(model: str) -> Any:
 
 
 def _hub_answers(seconds: float = 3.0) -> bool:
-    """Try to connect once: Transformers would try again for most of a minute."""
+    """Try to connect once; Transformers would retry for most of a minute."""
     import os
     import socket
     from urllib.parse import urlsplit

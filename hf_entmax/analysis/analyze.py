@@ -65,7 +65,7 @@ def analyze(
     warn: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> Analysis:
-    """Measures what the heads of one or several models do on some text and writes a report.
+    """Measure what the heads of one or several models do on some text, and write a report.
 
     Under ``accelerate launch`` the data are shared out among the processes. What can be measured is measured: a broken
     gold file or a batch that cannot be used is reported and left out, everything else goes on.
@@ -176,7 +176,7 @@ class _Run:
         return Encoder(self.model, self.tokenizer, self.options.batch_size, self.options.max_length)
 
     def total(self, items: Sequence[Any]) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return -(-len(items) // self.options.batch_size)
 
     def collect(self, batches: Any, items: Sequence[Any], what: str = "", **options: Any) -> AttentionStatistics:
@@ -240,7 +240,7 @@ class _Run:
                 statistics.notes.append(f"Head importance ({method}) was left out: {error}")
 
     def can_decode(self, tokens: int) -> bool:
-        """Whether tokens are to be generated; warns where there are more than the model has positions for."""
+        """Return whether to generate tokens; warn where the model has too few positions for them."""
         encoder = self.encoder()
         longest = maximum_length(self.model) if encoder.encoder_decoder else encoder.max_length
         if tokens == 0 or longest is None:
@@ -294,7 +294,7 @@ class _Run:
 
 
 def _varied(records: list[TextRecord], limit: int) -> list[TextRecord]:
-    """Candidates for the viewer: a question or two first, then sentences of middling length in their order."""
+    """Choose candidates for the viewer: a question or two first, then sentences of middling length in their order."""
     middling = [record for record in records if 20 <= len(record.source) <= 120] or records
     questions = [record for record in middling if record.source.rstrip().endswith("?")][:2]
     return [*questions, *[record for record in middling if record not in questions]][:limit]
@@ -322,7 +322,7 @@ def _read_gold(read: Callable[[Any], list[Any]], path: Any, limit: int, what: st
 
 
 def infer_task(config: Any) -> str:
-    """The task a configuration was saved for: from its architecture, else from its kind."""
+    """Infer the task of a configuration from its architecture, else from its kind."""
     for name in getattr(config, "architectures", None) or []:
         for task, endings in _CLASSES_OF_TASK.items():
             if name.endswith(endings):
@@ -362,7 +362,7 @@ def _load(entry: Any, tokenizer: Any, task: str | None, device: Any) -> tuple[An
 
 
 def _names(entries: Sequence[Any], names: Sequence[str] | None = None) -> list[str]:
-    """The names given, or the shortest ends of the models' paths that tell them apart; numbers where it is the same path."""
+    """Return the names given, or the shortest ends of the models' paths that tell them apart; number equal paths."""
     if names is not None:
         count = len(entries)
         if isinstance(names, str) or len(names) != count or len(set(names)) < count or not all(names):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def as_mask(mask: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A padding mask of that shape as bool; True, or 1 as tokenizers return it, marks a real token.
+    """Convert a padding mask of that shape to bool; True, or 1 as tokenizers return it, marks a real token.
 
     Raises:
         TypeError: ``mask`` is no tensor, or holds floating-point numbers.
@@ -30,7 +30,7 @@ def as_mask(mask: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def check_weights(weights: Tensor) -> None:
-    """Raises unless ``weights`` is a floating-point tensor of shape [B, H, T_q, T_k]."""
+    """Raise unless ``weights`` is a floating-point tensor of shape [B, H, T_q, T_k]."""
     if not isinstance(weights, Tensor):
         raise TypeError(f"weights must be a tensor of shape [B, H, T_q, T_k], got {type(weights).__name__}.")
     if weights.dim() != 4:
@@ -40,7 +40,7 @@ def check_weights(weights: Tensor) -> None:
 
 
 def query_mask_or_default(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None) -> Tensor:
-    """Returns the bool query mask [B, T_q]; square weights take the key mask, others count every query."""
+    """Return the bool query mask [B, T_q]; square weights take the key mask, others count every query."""
     batch, _, num_queries, num_keys = weights.shape
     if query_mask is not None:
         return as_mask(query_mask, "query_mask", (batch, num_queries))
@@ -50,7 +50,7 @@ def query_mask_or_default(weights: Tensor, key_mask: Tensor, query_mask: Tensor 
 
 
 def possible_pairs(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Marks the pairs that could receive weight: a real query with a real key that it may see.
+    """Mark the pairs that could receive weight: a real query with a real key that it may see.
 
     A causal site has ``t (t + 1) / 2`` pairs for ``t`` real tokens, any other ``t_q * t_k``.
 

@@ -59,7 +59,7 @@ class BatchInfo:
 
 
 def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
-    """Moves a batch to the model, works out its masks and drops what only costs time (labels, caches).
+    """Move a batch to the model, work out its masks, and drop what only costs time (labels, caches).
 
     It is what a data collator returns: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
 
@@ -114,7 +114,7 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
 
 @contextlib.contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Switches dropout off for the time of a block; every module gets its own mode back."""
+    """Switch dropout off inside a block; every module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -125,7 +125,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether the model itself runs an encoder and a decoder (a bare encoder of such a model does not)."""
+    """Check whether the model itself runs an encoder and a decoder (a bare encoder of such a model does not)."""
     return (
         bool(getattr(model.config, "is_encoder_decoder", False))
         and "decoder_input_ids" in inspect.signature(model.forward).parameters
@@ -133,7 +133,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def pad_token_id(model: Any) -> int | None:
-    """The id of padding, wherever the configuration keeps it."""
+    """Return the id of padding, wherever the configuration keeps it."""
     for holder in (model.config, getattr(model, "generation_config", None), _text_config(model.config)):
         value = getattr(holder, "pad_token_id", None)
         if isinstance(value, int):
@@ -142,7 +142,7 @@ def pad_token_id(model: Any) -> int | None:
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """Rows of the input embedding, or None where there is none."""
+    """Return the number of rows of the input embedding, or None for a model without one."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError, TypeError):
@@ -150,7 +150,7 @@ def vocabulary_size(model: Any) -> int | None:
 
 
 def check_vocabulary(model: Any, ids: Tensor, what: str = "token id") -> None:
-    """Raises ``ValueError`` for ids that the model has no embedding for."""
+    """Raise ``ValueError`` for ids that the model has no embedding for."""
     size = vocabulary_size(model)
     if size is not None and len(outside := ids[(ids < 0) | (ids >= size)]):
         raise ValueError(
@@ -174,7 +174,7 @@ def maximum_length(model: Any) -> int | None:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raises ``ValueError`` for sequences beyond the model's maximum."""
+    """Raise ``ValueError`` for sequences beyond the model's maximum."""
     longest = maximum_length(model)
     if longest is not None and length > longest:
         raise ValueError(
@@ -202,7 +202,7 @@ def _given_mask(tensors: dict[str, Any], name: str) -> Tensor | None:
 
 
 def _without_outer_padding(ids: Tensor, pad: int | None, model: Any) -> Tensor:
-    """All tokens but the padding before and after a sentence; nothing is taken for padding where EOS doubles as PAD."""
+    """Mark all tokens but the padding before and after a sentence; nothing counts as padding where EOS doubles as PAD."""
     if pad is None or pad == getattr(model.config, "eos_token_id", None):
         return torch.ones_like(ids, dtype=torch.bool)
     real = ids != pad

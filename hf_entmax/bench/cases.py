@@ -106,7 +106,7 @@ _EVERYBODY = (
 
 
 def _training(**limits: float) -> tuple[tuple[str, str, float], ...]:
-    """Targets of a training step, by implementation."""
+    """Return targets of a training step, by implementation."""
     return tuple((name, "forward+backward", limit) for name, limit in limits.items())
 
 
@@ -137,7 +137,7 @@ _GRID = tuple(
 
 
 def loss_cases(classes: int, rows: int) -> tuple[LossCase, ...]:
-    """Logits of every kind, then hidden states that make such logits."""
+    """List cases of every kind of logits, then of hidden states that make such logits."""
     return tuple(LossCase(kind, classes, rows, dimension) for dimension in (None, 256) for kind in _KINDS)
 
 

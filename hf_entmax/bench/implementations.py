@@ -32,7 +32,7 @@ class Problem:
     case: Case
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors with gradients."""
+        """Return the tensors with gradients."""
         return self.query, self.key, self.value, self.alpha
 
 
@@ -132,7 +132,7 @@ def _ours(backend: Backend) -> Callable[[Problem], Callable[[], Tensor]]:
 
 
 def exact_counts(problem: Problem) -> Callable[[], tuple[Tensor, Any]]:
-    """Output and counts of exact sparse attention; the keys are sketched once, as a cache does."""
+    """Make a call that returns output and counts of exact sparse attention; the keys are sketched once, as in a cache."""
     query, key, value, alpha = (t.detach() for t in problem.tensors())
     sketch = sketch_keys(key, problem.case.bits or 4)
     options = {"key_padding_mask": problem.real_keys, "is_causal": problem.case.causal}

@@ -65,7 +65,7 @@ def _draw(case: LossCase, generator: torch.Generator) -> tuple[Tensor, Tensor | 
 
 
 def _losses(case: LossCase, alphas: Sequence[float] | None) -> dict[str, tuple[float, Loss]]:
-    """Losses by name, with their alpha; cross-entropy, which they are compared with, first."""
+    """List losses by name, with their alpha; cross-entropy, the baseline, comes first."""
     if case.dimension is None:
         found: dict[str, tuple[float, Loss]] = {"cross_entropy": (1.0, lambda p: F.cross_entropy(p.inputs, p.labels))}
         for alpha in alphas or LOGIT_ALPHAS:
@@ -131,7 +131,7 @@ def _check(alpha: float, loss: Loss, problem: LossProblem) -> list[float]:
 
 
 def _oracle(logits: Tensor, labels: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """Losses ``[n]`` and their gradients ``[n, V]`` in float64, by bisection and the definition."""
+    """Compute losses ``[n]`` and their gradients ``[n, V]`` in float64, by bisection from the definition."""
     z = logits.detach().double()
     target = F.one_hot(labels, z.shape[-1]).double()
     if alpha == 1.0:

@@ -229,7 +229,7 @@ def _measure_case(
 
 @torch.no_grad()
 def _density(problem: Problem) -> float:
-    """Share of nonzero weights among the allowed ones."""
+    """Measure the share of nonzero weights among the allowed ones."""
     case = problem.case
     options = {"key_padding_mask": problem.real_keys, "is_causal": case.causal}
     _, weights = entmax_attention(*problem.tensors(), need_weights=True, **options)
@@ -276,7 +276,7 @@ def _measure_losses(case: LossCase, device: str, repeats: int, budget: float) ->
 def _row(
     what: tuple[str, str, str], values: list[float], unit: str, told: Sequence[float | None], device: str, dtype: str
 ) -> Measurement:
-    """A row of case, implementation and mode; ``told`` are ratio, target and density."""
+    """Return a row of case, implementation and mode; ``told`` are ratio, target and density."""
     middle, low, high, repeats = spread(values)
     ratio, target, density = told
     rest = machine(device) | {"repeats": repeats, "dtype": dtype.removeprefix("torch.")}

@@ -91,7 +91,7 @@ def beam_search(
 
 
 def run_beams(ensemble: Ensemble, num_beams: int) -> list[Findings]:
-    """The search itself, over members prepared with ``num_beams`` rows per input."""
+    """Run the search over members prepared with ``num_beams`` rows per input."""
     size = ensemble.rows // num_beams
     found = [Findings() for _ in range(size)]
     tokens = torch.empty(size * num_beams, 0, dtype=torch.long)
@@ -122,7 +122,7 @@ def run_beams(ensemble: Ensemble, num_beams: int) -> list[Findings]:
 
 
 def _best_continuations(found: list[Findings], total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``K`` best of ``total`` ``[B, K, V]``: log-probabilities, parent beams and tokens, ``[B, K]`` each."""
+    """Return the ``K`` best of ``total`` ``[B, K, V]``: log-probabilities, parent beams and tokens, ``[B, K]`` each."""
     _, num_beams, classes = total.shape
     flat = total.flatten(1)
     best = flat.topk(num_beams, dim=-1)
@@ -160,7 +160,7 @@ def _apply_criteria(ensemble: Ensemble, found: list[Findings], tokens: Tensor, l
 
 
 def _close_decided(found: list[Findings], live: Tensor) -> None:
-    """Give up the prefixes of an input that can no longer change its best hypotheses, unless all may yet be found."""
+    """Drop the prefixes of an input that can no longer change its best hypotheses, unless all may still be found."""
     num_beams = live.shape[1]
     for index, findings in enumerate(found):
         if findings.pruned_log_probability == -math.inf or len(findings.finished) < num_beams:
@@ -172,7 +172,7 @@ def _close_decided(found: list[Findings], live: Tensor) -> None:
 
 
 def check_search_options(*, tolerance: float = 0.0, **counts: int | None) -> None:
-    """Raise ValueError for numbers that make no sense."""
+    """Raise ValueError for numbers out of range."""
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r} is not allowed: it must be an integer of at least 1.")

@@ -143,7 +143,7 @@ class _BestFirst:
             self.found.prune(float(log_probs.max()), float(log_probs.exp().sum()))
 
     def _drop_queue(self) -> None:
-        """What is queued when the search ends: hypotheses are listed as far as there is room, prefixes are dropped."""
+        """Empty the queue at the end of the search: list hypotheses while there is room, drop prefixes."""
         ended = []
         for _, _, children, place in self.queue:
             values, tokens = children.log_probs[place:], children.tokens[place:]
@@ -223,7 +223,7 @@ def enumerate_hypotheses(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> list[SearchResult]:
-    """All hypotheses with a probability above 0, in the order of their probability, down to a limit.
+    """List all hypotheses with a probability above 0, most probable first, down to a limit.
 
     Prefixes are expanded best first. A hypothesis is listed when nothing that is left can be more probable, so that
     a search that ends early has still found the most probable ones. All inputs are searched side by side, and every prefix
@@ -233,7 +233,7 @@ def enumerate_hypotheses(
     Args:
         model: as for :func:`beam_search`; a list of models is an ensemble.
         inputs: as for :func:`beam_search`.
-        max_hypotheses: list so many at most, at least 1. Prefixes cut off by ``max_new_tokens`` count, too.
+        max_hypotheses: list at most this many, at least 1. Prefixes cut off by ``max_new_tokens`` count, too.
         min_mass: leave out hypotheses less probable than this, in [0, 1].
         max_new_tokens: as for :func:`beam_search`.
         budget: prefixes to expand per input at most, at least 1. When it is spent, the hypotheses met so far are listed.
@@ -277,7 +277,7 @@ def exact_map(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> list[SearchResult]:
-    """The most probable output for certain, by branch and bound, as far as a budget goes.
+    """Find the most probable output with certainty, by branch and bound, within a budget.
 
         y* = argmax_y p(y | x)
 
@@ -329,7 +329,7 @@ def exact_map(
 
 
 def _merged(beam: Findings, exact: Findings) -> Findings:
-    """All hypotheses of both searches; the bounds of the second, which knew the best hypothesis of the first."""
+    """Merge the hypotheses of two searches; the second, which knew the best hypothesis of the first, has the bounds."""
     finished = {tuple(tokens): value for value, tokens in [*exact.finished, *beam.finished]}
     unfinished = {tuple(tokens): value for value, tokens in exact.unfinished}
     listed = sum(math.exp(value) for value in [*finished.values(), *unfinished.values()])

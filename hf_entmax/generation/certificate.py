@@ -146,7 +146,7 @@ class Tally:
         self.last.append(torch.stack([pairs, pairs, torch.full_like(pairs, -1)]))
 
     def certificate(self, name: str, bits: list[int | None], sketch_bytes: int, cache_bytes: int) -> LayerCertificate:
-        """What was counted so far; ``bits`` of each key head."""
+        """Return the counts so far; ``bits`` are those of each key head."""
         heads = self.last[-1].shape[1] if self.last else 0
         nothing = torch.zeros(3, heads, dtype=torch.int64)
         last = torch.stack([step.cpu() for step in self.last]) if self.last else nothing[None][:0]

@@ -94,7 +94,7 @@ class ExactSparseCache(Cache):
         raise NotImplementedError("ExactSparseCache(...) makes one of its two forms.")
 
     def certificate(self) -> Certificate:
-        """What was read and what was proved since the cache was made or reset."""
+        """Report what was read and proved since the cache was made or reset."""
         layers = self._named_layers()
         own = {name: layer for name, layer in layers.items() if isinstance(layer, ExactSparseLayer)}
         others = {name: type(layer).__name__ for name, layer in layers.items() if name not in own}
@@ -199,7 +199,7 @@ def _read(
 
 
 def _of_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the decoder, which says how many layers that has (T5's says how many the encoder has)."""
+    """Return the configuration of the decoder with the decoder's number of layers (T5's own gives the encoder's)."""
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "num_decoder_layers", None)
     if not config.is_encoder_decoder or layers in (None, text.num_hidden_layers):

@@ -144,7 +144,7 @@ class ExactSparseLayer(GrowingLayer):
         options: AttentionOptions,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        """The output of neighbouring key heads of the same bits, and their counts ``[3, heads]``, nonzero -1 if not known."""
+        """Compute the output of adjacent key heads with equal bits, and their counts ``[3, heads]``; nonzero is -1 if unknown."""
         first, last, bits = run
         if (first, last) != (0, key.shape[1]):
             group = query.shape[1] // key.shape[1]
@@ -214,7 +214,7 @@ class ExactSparseLayer(GrowingLayer):
         return None if any(self.choice.bits) else "cheaper"
 
     def _sketched(self, first: int, last: int, bits: int) -> KeySketch:
-        """The sketch of all whole pages of some key heads."""
+        """Sketch all whole pages of some key heads."""
         key: Tensor = self._key[:, first:last]  # type: ignore[index]
         run = (first, last, bits)
         if run not in self._sketches:
@@ -247,7 +247,7 @@ class ExactSparseLayer(GrowingLayer):
         return bool(self._readers) or not self._total
 
     def certificate(self) -> LayerCertificate:
-        """What this layer read and proved."""
+        """Report what this layer read and proved."""
         held = 0
         if self._key is not None and self._value is not None:
             held = sum(t[:, :, : self._end].numel() * t.element_size() for t in (self._key, self._value))
@@ -264,7 +264,7 @@ def _count_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tenso
 
 
 def _shifted(options: AttentionOptions, more: int, key: Tensor) -> AttentionOptions:
-    """The same over ``more`` keys in front that nobody may see: what has left the window but is still in the buffer."""
+    """Shift the options by ``more`` keys in front that no query may see: they left the window but are still in the buffer."""
     if not more:
         return options
     padding = options.key_padding_mask
@@ -285,7 +285,7 @@ _identities: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Parameter], list
 
 
 def _identity(module: nn.Module) -> str:
-    """A few numbers of a module's weights, hashed: the same in a copy and in another process, another for other weights."""
+    """Hash a few numbers of a module's weights: equal in a copy and in another process, different for other weights."""
     parameters, versions, digest = _identities.get(module, ([], [], ""))
     # Weights that were written to are looked at anew.
     if not digest or versions != [version(p) for p in parameters]:

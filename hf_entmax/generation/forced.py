@@ -54,7 +54,7 @@ class ForcedDecoding:
         return sum(math.log(step.probability) if step.probability > 0 else -math.inf for step in self.steps)
 
     def spans(self) -> list[list[ForcedStep]]:
-        """Runs of certain positions joined (the model completes them by itself), all others one by one."""
+        """Join runs of certain positions (the model completes them by itself); list all others one by one."""
         spans: list[list[ForcedStep]] = []
         for step in self.steps:
             if step.certain and spans and spans[-1][-1].certain:
@@ -86,7 +86,7 @@ class ForcedDecoding:
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """A fragment of HTML: a row of boxes, certain runs in one; all text escaped."""
+        """Render a fragment of HTML: a row of boxes, certain runs in one; all text is escaped."""
         boxes = []
         for name, step, others, more in self._described():
             edge, tail = "2px solid #2b6cb0", ""
@@ -100,7 +100,7 @@ class ForcedDecoding:
         return f'<div style="{STYLE};display:flex;gap:4px;align-items:flex-start">{"".join(boxes)}</div>'
 
     def to_figure(self) -> Any:
-        """A matplotlib figure of the same: one column per span, the token given on top, what else had mass below it.
+        """Draw one column per span with matplotlib: the given token on top, what else had mass below it.
 
         Raises:
             ImportError: if matplotlib is missing.
@@ -185,7 +185,7 @@ def force_decode(
 
 
 def _positions(ensemble: Ensemble, target: list[int]) -> Tensor:
-    """Log-probabilities at every position of one target, ``[T, V]``, in one pass per model."""
+    """Compute log-probabilities at every position of one target, ``[T, V]``, in one pass per model."""
     prefixes = [target[:position] for position in range(len(target))]
     return ensemble.average(
         [

@@ -90,7 +90,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values  # type: ignore[return-value]
 
     def _pass_by(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """A prompt longer than the window: its queries need all of it, the next ones only its end."""
+        """Append a prompt longer than the window: its queries need all of it, later ones only its end."""
         kept = min(self._end, self.sliding_window - 1)  # type: ignore[operator]
         span = slice(self._end - kept, self._end)
         key = torch.cat([self._key[:, :, span], key_states.detach()], -2)  # type: ignore[index]
@@ -149,7 +149,7 @@ class GrowingLayer(DynamicLayer):
             self._restarted()
 
     def _window_start(self) -> int:
-        """The first key of the buffer that the next token may see."""
+        """Return the first key of the buffer that the next token may see."""
         return 0 if self.sliding_window is None else max(0, self._end - self.sliding_window + 1)
 
     def _allocate(self, key: Tensor, value: Tensor, length: int) -> None:
@@ -162,7 +162,7 @@ class GrowingLayer(DynamicLayer):
             )
 
     def holds(self, key: Tensor) -> bool:
-        """Whether these are the keys handed out last, in the buffer."""
+        """Check whether these are the keys that the buffer handed out last."""
         held = self._key
         return (
             held is not None
@@ -172,7 +172,7 @@ class GrowingLayer(DynamicLayer):
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number and first position of the keys that the next ``query_length`` queries are given."""
+        """Return the number and first position of the keys that the next ``query_length`` queries are given."""
         window = self._total if self.sliding_window is None else self.sliding_window - 1
         kept = min(self._total, window)
         return kept + query_length, self._total - kept

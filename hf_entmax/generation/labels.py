@@ -12,7 +12,7 @@ STYLE = (
 
 
 def labeller(tokenizer: Any) -> Callable[[int], str]:
-    """Turns a token id into text: by a tokenizer, by a function, or as a number.
+    """Turn a token id into text: by a tokenizer, by a function, or as a number.
 
     Raises:
         TypeError: if ``tokenizer`` is none of these.
@@ -38,7 +38,7 @@ def percent(probability: float) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure with one axis that draws nothing by itself.
+    """Return an empty matplotlib figure with one axis that draws nothing by itself.
 
     Raises:
         ImportError: if matplotlib is missing.

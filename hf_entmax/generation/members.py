@@ -59,7 +59,7 @@ class Member:
         return next((name for name in ALL_CACHE_NAMES if self.options.get(name) is not None), "")
 
     def log_probs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
-        """Log-probabilities ``[rows, V]`` in float64, ``-inf`` where they are 0."""
+        """Return log-probabilities ``[rows, V]`` in float64, ``-inf`` where they are 0."""
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         scores = self.processors(input_ids, logits.to(dtype=wide, copy=True))  # type: ignore[arg-type]
         if bool(torch.isnan(scores).any()):
@@ -102,7 +102,7 @@ class Member:
     def forward_prefixes(
         self, prefixes: Sequence[Sequence[int]], keep: int, rows: Sequence[int] | None = None
     ) -> Tensor:
-        """Logits ``[n, keep, V]`` after ``n`` prefixes of any lengths, in one pass without a cache.
+        """Return logits ``[n, keep, V]`` after ``n`` prefixes of any lengths, in one pass without a cache.
 
         Shorter prefixes are filled up behind their end, which a causal model does not notice before. ``keep`` positions
         are returned, counted from the end of the longest prefix. ``rows`` says which input each belongs to (the only one).
@@ -118,7 +118,7 @@ class Member:
         return self.model(**inputs, return_dict=True).logits[:, -keep:]
 
     def options_after(self, rows: Sequence[int], length: int) -> dict[str, Any]:
-        """What the model takes besides tokens for some of the inputs, when so many tokens have followed the prompt."""
+        """Return the model's other arguments for some of the inputs, after ``num_tokens`` tokens have followed the prompt."""
         options = take_inputs(self.options, rows, self.input_ids.shape[0])
         if not length:
             return options
@@ -127,7 +127,7 @@ class Member:
         return update(ModelOutput(), options, is_encoder_decoder=coded, num_new_tokens=length)
 
     def log_probs_after(self, prefixes: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """Log-probabilities from the logits ``[n, V]`` after ``n`` prefixes of any lengths; of one input if processed."""
+        """Return log-probabilities from the logits ``[n, V]`` after ``n`` prefixes of any lengths; of one input if processed."""
         if not self.processors:
             return self.log_probs(logits, self.input_ids)
         # Processors look back at whole sequences, which differ in length here.
@@ -190,7 +190,7 @@ class Ensemble:
         return self.members[0].input_ids.shape[0]
 
     def average(self, all_log_probs: list[Tensor]) -> Tensor:
-        """The logarithm of the mean probability, exact where there is one member."""
+        """Return the logarithm of the mean probability, exact where there is one member."""
         if len(all_log_probs) == 1:
             return all_log_probs[0]
         sizes = [log_probs.shape[-1] for log_probs in all_log_probs]
@@ -213,7 +213,7 @@ class Ensemble:
 
 
 def _take_rows(name: str, value: Any, rows: Tensor, size: int) -> Any:
-    """What belongs to some of ``size`` inputs."""
+    """Select the rows of some of ``size`` inputs."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: _take_rows(key, part, rows, size) for key, part in value.items()})
     if isinstance(value, tuple):
@@ -226,7 +226,7 @@ def _take_rows(name: str, value: Any, rows: Tensor, size: int) -> Any:
 
 
 def output_alpha_of(model: Any, given: float | None) -> float:
-    """The alpha of a model's output: as given, else as configured by ``output_alpha``, else 1 (softmax)."""
+    """Return the alpha of a model's output: as given, else as configured by ``output_alpha``, else 1 (softmax)."""
     if given is not None:
         return EntmaxLogitsProcessor(given).alpha
     config = getattr(model.config, CONFIG_KEY, None) or {}
@@ -254,7 +254,7 @@ def _without_entmax(
 
 
 def _end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
-    """The end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length.
+    """Return the end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length.
 
     Raises:
         ValueError: if nothing could ever end a sequence.
@@ -271,7 +271,7 @@ def _end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tupl
 
 
 def as_models(model: Any) -> list[Any]:
-    """A list of models from one model or several.
+    """Make a list of models from one model or several.
 
     Raises:
         ValueError: if there is none.
@@ -314,7 +314,7 @@ def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
 
 
 def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
-    """How many inputs the dictionaries hold, one for each model.
+    """Return how many inputs the dictionaries hold, one for each model.
 
     Raises:
         ValueError: if one holds no tensor to tell, or they differ.
@@ -330,7 +330,7 @@ def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
 
 
 def take_inputs(inputs: Mapping[str, Any], indices: Sequence[int], size: int) -> dict[str, Any]:
-    """What belongs to some of ``size`` elements of the batch."""
+    """Select the rows of some of ``size`` elements of the batch."""
     return {name: _take_rows(name, value, torch.tensor(indices), size) for name, value in inputs.items()}
 
 

@@ -117,7 +117,7 @@ def support_size(probs: Tensor, labels: Tensor | None = None, ignore_index: int 
 def position_metrics(
     logits: Tensor, labels: Tensor, alpha: float = 1.5, *, epsilon: float = EPSILON, ignore_index: int = -100
 ) -> Tensor:
-    """The four measures at every position, without ever holding the probabilities of more than a few positions.
+    """Compute the four measures at every position, holding the probabilities of only a few positions at a time.
 
     Arguments and errors are those of :func:`sampling_metrics`; positions with ``ignore_index`` get NaN.
 
@@ -152,7 +152,7 @@ def position_metrics(
 def sampling_metrics(
     logits: Tensor, labels: Tensor, alpha: float = 1.5, *, epsilon: float = EPSILON, ignore_index: int = -100
 ) -> dict[str, float]:
-    """All four measures of a model's logits.
+    """Compute all four measures of a model's logits.
 
     Args:
         logits: ``[..., V]``, floating point, aligned with the labels: a causal model predicts ``labels[:, 1:]`` by
@@ -176,7 +176,7 @@ def sampling_metrics(
 
 
 def summarise(rows: Tensor) -> dict[str, float]:
-    """The four measures from the rows of :func:`position_metrics`, ``[n, 4]``; NaN if there are none."""
+    """Return the four measures from the rows of :func:`position_metrics`, ``[n, 4]``; NaN if there are none."""
     means = rows.double().mean(0).tolist()
     return {NAMES[0]: math.exp(-means[0]), **dict(zip(NAMES[1:], means[1:], strict=True))}
 
@@ -217,7 +217,7 @@ class SamplingMetrics:
         return position_metrics(logits, labels, self.alpha, epsilon=self.epsilon, ignore_index=self.ignore_index)
 
     def compute_metrics(self, prediction: Any) -> dict[str, float]:
-        """The measures, from an ``EvalPrediction`` of the above."""
+        """Return the measures, from an ``EvalPrediction`` of the above."""
         rows, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
         return summarise(rows[self._aligned(labels) != self.ignore_index])
 
@@ -231,14 +231,14 @@ def _check_epsilon(epsilon: float) -> None:
 
 
 def _check_labels(scores: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Flat labels, and which of them count."""
+    """Flatten the labels, and mark which of them count."""
     if labels.is_floating_point():
         raise TypeError(f"labels must hold class indices (integers), not {labels.dtype}.")
     return check_labels(labels.to(scores.device), scores.shape[:-1], scores.shape[-1], ignore_index)  # type: ignore[return-value]
 
 
 def _reached(probs: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The probabilities of the labels ``[n]``, and the rows they stand in ``[n, V]``, at positions that count."""
+    """Return the probabilities of the labels ``[n]``, and the rows they stand in ``[n, V]``, at positions that count."""
     flat, kept = _check_labels(probs, labels, ignore_index)
     rows = probs.reshape(-1, probs.shape[-1])[kept]
     return rows.gather(1, flat[kept][:, None]).squeeze(-1), rows

@@ -39,7 +39,7 @@ class PrefixCache:
         self.used = 0
 
     def after(self, nodes: Sequence[Node]) -> Tensor:
-        """Logits ``[n, V]`` after prefixes; those of one call are of one length, and all their parents were read before."""
+        """Compute logits ``[n, V]`` after prefixes of one length whose parents were all read before."""
         rows, length = [row for row, _ in nodes], len(nodes[0][1])
         if self.reads_whole:
             return self.member.forward_prefixes([tokens for _, tokens in nodes], 1, rows)[:, -1]
@@ -56,7 +56,7 @@ class PrefixCache:
         self.member.options["use_cache"] = False
 
     def _forward(self, nodes: Sequence[Node], cache: Any, first: bool) -> Tensor:
-        """Logits after the last tokens, which are read with the cache of what is before them."""
+        """Compute logits after the last tokens, read with the cache of everything before them."""
         member, rows = self.member, [row for row, _ in nodes]
         tokens = torch.tensor([tokens for _, tokens in nodes], dtype=torch.long).view(len(nodes), -1)
         options = {**member.options_after(rows, tokens.shape[1]), self.name: cache}
@@ -69,7 +69,7 @@ class PrefixCache:
         return member.model(**inputs, return_dict=True).logits[:, -1]
 
     def _read_prompts(self, nodes: Sequence[Node]) -> Tensor:
-        """The prompts, which are read once, all together."""
+        """Read all prompts together, once."""
         everything = [(row, ()) for row in range(self.member.input_ids.shape[0])]
         logits = self._forward(everything, self.root, first=True)
         layers = _self_layers(self.root)
@@ -85,7 +85,7 @@ class PrefixCache:
         return logits[[row for row, _ in nodes]]
 
     def _gathered(self, nodes: Sequence[Node]) -> Any:
-        """A cache that holds what stands before the last token of each prefix."""
+        """Gather a cache of everything before the last token of each prefix."""
         device = self.tables[0][0].device
         rows = torch.tensor([row for row, _ in nodes], device=device)
         before = torch.tensor([self.places[row, tokens[:-1]] for row, tokens in nodes], dtype=torch.long, device=device)
@@ -135,12 +135,12 @@ class PrefixCache:
 
 
 def _self_layers(cache: Any) -> list[Any]:
-    """The layers of a decoder's attention to itself."""
+    """Return the layers of a decoder's attention to itself."""
     return cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
 
 
 def largest_group(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes of the length that most of them have, the shortest of several: they are read in one pass."""
+    """Return the nodes of the most frequent length (the shortest of several): one pass reads them."""
     groups: dict[int, list[Node]] = defaultdict(list)
     for node in nodes:
         groups[len(node[1])].append(node)

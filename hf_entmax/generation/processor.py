@@ -13,7 +13,7 @@ from hf_entmax.ops.candidates import solve_rows
 
 
 def log_entmax(scores: Tensor, alpha: float) -> Tensor:
-    """Log-probabilities ``log entmax(scores)`` of rows ``[n, V]``, ``-inf`` where the probability is 0.
+    """Compute ``log entmax(scores)`` of rows ``[n, V]``; ``-inf`` where the probability is 0.
 
     ``-inf`` marks what is forbidden; a row that is ``-inf`` throughout stays so. Not differentiable.
     """
@@ -63,7 +63,7 @@ class EntmaxLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """The log-probabilities of ``scores`` ``[batch, V]``, same shape and dtype; ``input_ids`` are not looked at."""
+        """Return the log-probabilities of ``scores`` ``[batch, V]``, same shape and dtype; ``input_ids`` are not used."""
         # Division by 1 changes nothing.
         return log_entmax(scores / self.temperature, self.alpha)  # type: ignore[return-value]
 

@@ -57,7 +57,7 @@ class ConformalSets:
 
     @classmethod
     def of(cls, model: Any, unit: Unit | None = None) -> ConformalSets:
-        """What is stored in a model's configuration, in this process or before it was saved.
+        """Read the sets stored in a model's configuration, in this process or before it was saved.
 
         Args:
             model: one that `calibrate_sets` was called on.
@@ -85,7 +85,7 @@ class ConformalSets:
         return EntmaxLogitsProcessor(self.alpha, self.temperature)
 
     def support(self, logits: Tensor) -> Tensor:
-        """The labels in the set of each row: bool ``[..., V]`` from logits ``[..., V]``; the best label always is."""
+        """Mark the labels in the set of each row: bool ``[..., V]`` from logits ``[..., V]``; the best label is always in it."""
         if self.min_log_probability is None:
             return support_at(logits, self.temperature, self.alpha)
         likely = self.probabilities(logits).log() >= self.min_log_probability
@@ -239,7 +239,7 @@ def _alphas(model: Any, given: float | Sequence[float] | None) -> list[float]:
 
 
 def _positions(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits ``[B, ..., V]`` and labels ``[B, ...]`` of every batch, aligned; a step dimension is there in any case."""
+    """Yield aligned logits ``[B, ..., V]`` and labels ``[B, ...]`` of every batch, always with a step dimension."""
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
             info = prepare_batch(model, {"logits_to_keep": 0, **batch} if isinstance(batch, Mapping) else batch)
@@ -260,7 +260,7 @@ def _positions(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
 
 
 def _smallest(model: Any, batches: list[Mapping[str, Any]], settings: list[tuple[float, float]]) -> int:
-    """Which alpha, at its temperature, has the smallest mean set over the positions of the examples that choose."""
+    """Choose the alpha that, at its temperature, has the smallest mean set over the positions of the choosing examples."""
     sizes, seen = torch.zeros(len(settings)), 0
     for logits, labels in _positions(model, batches):
         labelled = labels != -100
@@ -283,14 +283,14 @@ def prediction_sets(
     budget: int = 10_000,
     max_new_tokens: int | None = None,
 ) -> list[Any]:
-    """The sets of a model that `calibrate_sets` was called on, for new inputs.
+    """Predict the sets of a calibrated model (`calibrate_sets`) for new inputs.
 
     Args:
         model: the model, or a classification pipeline of Transformers with it (text, image, audio, video).
         inputs: what the tokenizer or processor returned, without labels; of a pipeline, its inputs in a list.
         unit: which calibration; by default the only one there is.
-        max_hypotheses: of a model that generates, list so many answers at most, per input.
-        budget: of a model that generates, expand so many prefixes at most, per input.
+        max_hypotheses: list at most this many answers per input of a model that generates.
+        budget: expand at most this many prefixes per input of a model that generates.
         max_new_tokens: of a model that generates, as for ``beam_search``.
 
     Returns:
@@ -324,7 +324,7 @@ def prediction_sets(
 
 
 def _named(logits: Tensor, sets: ConformalSets, name: Callable[[int], Any]) -> list[Any]:
-    """Labels and probabilities of the sets of logits ``[..., V]``, nested as these are."""
+    """List labels and probabilities of the sets of logits ``[..., V]``, nested like these."""
     if logits.dim() > 1:
         return [_named(row, sets, name) for row in logits]
     inside = sets.support(logits[None])[0].nonzero().squeeze(-1)

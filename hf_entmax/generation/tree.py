@@ -66,12 +66,12 @@ class HypothesisTree:
         return "\n".join([*text, *([f"({percent(self.missing)} elsewhere)"] if self.missing > 0 else [])])
 
     def to_html(self) -> str:
-        """A fragment of HTML: nested lists; all text escaped."""
+        """Render a fragment of HTML: nested lists; all text is escaped."""
         missing = f"<div>{percent(self.missing)} elsewhere</div>" if self.missing > 0 else ""
         return f'<div style="{STYLE}"><ul>{_item(self.root)}</ul>{missing}</div>'
 
     def to_figure(self) -> Any:
-        """A matplotlib figure: from left to right, the width of a branch growing with its probability.
+        """Draw the tree with matplotlib from left to right; the width of a branch grows with its probability.
 
         Raises:
             ImportError: if matplotlib is missing.
@@ -116,7 +116,7 @@ def hypothesis_tree(result: SearchResult, tokenizer: Any = None) -> HypothesisTr
 
 
 def _grow(labels: list[str], entries: list[Entry], depth: int, parent: float, text: Any) -> TreeNode:
-    """The node of entries that share their first ``depth`` tokens; as far as they share more, it goes on."""
+    """Build the node of entries that share their first ``depth`` tokens, extended by all further tokens they share."""
     mass = math.fsum(p for _, p, _ in entries)
     share = 1.0 if math.isnan(parent) or parent == 0 else mass / parent
     labels = list(labels)

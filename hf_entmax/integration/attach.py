@@ -20,7 +20,7 @@ from hf_entmax.ops.controllable import attention_mapping
 
 
 def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> list[AttentionSite]:
-    """The attention modules that a configuration selects.
+    """Return the attention modules that a configuration selects.
 
     The choice depends on the configuration and the structure of the model only, so that loading a checkpoint makes
     the same choice as patching did.
@@ -72,10 +72,10 @@ def check_selection(model: nn.Module, sites: list[AttentionSite], config: Entmax
 
 
 def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
-    """The module of learned (or fixed) numbers that a configuration asks for.
+    """Build the module of learned (or fixed) parameters that a configuration asks for.
 
     Raises:
-        ValueError: if the attention module has not what an option needs; the message names it.
+        ValueError: if the attention module lacks what an option needs; the message names it.
     """
     num_heads, keep = site.num_heads, config.alpha_dtype == "float32"
     if config.mapping != "entmax":
@@ -101,13 +101,13 @@ def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
 
 
 def _soften(scaling: nn.Module, heads: nn.Module) -> None:
-    """Start a temperature where these alphas are about as sharp as softmax, if that is how it is to start."""
+    """Start a temperature where these alphas are about as sharp as softmax, if the configuration says so."""
     if isinstance(scaling, ConstantScaling) and scaling.init == "softmax":
         scaling.soften(heads())
 
 
 def _mapping_heads(num_heads: int, config: EntmaxConfig, keep: bool) -> MappingOptions:
-    """The options that ``config.mapping`` has, one number per head where an option is learned."""
+    """Build the options of ``config.mapping``, one number per head where an option is learned."""
     options: dict[str, nn.Module] = {}
     for name, setting in attention_mapping(config.mapping).settings(config.mapping_options).items():
         if setting.bounds is None:
@@ -119,7 +119,7 @@ def _mapping_heads(num_heads: int, config: EntmaxConfig, keep: bool) -> MappingO
 
 
 def attach(model: nn.Module, config: EntmaxConfig) -> None:
-    """Make the attention modules of a model what a configuration says: declarative, so it may be called again.
+    """Bring the attention modules of a model into the state that a configuration describes; it may be called again.
 
     Modules that have their numbers keep them; missing ones are added on the device of their module; modules that are
     not selected lose them and are marked as left alone. Called for the sub-models of a model before the model itself,
@@ -145,7 +145,7 @@ def attach(model: nn.Module, config: EntmaxConfig) -> None:
 
 
 def check_implementation(module: nn.Module, *_: Any) -> None:
-    """Raise where the configuration that a patched module reads names another attention: runs before every call of it.
+    """Raise if the configuration that a patched module reads names another attention; runs before every call of the module.
 
     ``config._attn_implementation`` is a plain attribute that anyone may set. It stands before each attention module, so
     that a tool which calls the modules one by one is caught too, and before the models that hold them, because they
@@ -160,7 +160,7 @@ def check_implementation(module: nn.Module, *_: Any) -> None:
 
 
 def _watch(model: nn.Module, sites: list[AttentionSite]) -> None:
-    """Let `check_implementation` run before the given attention modules and the models that hold them, nowhere else."""
+    """Run `check_implementation` before the given attention modules and the models that hold them, nowhere else."""
     watched = {site.module for site in sites}
     for name, module in model.named_modules():
         inside = f"{name}." if name else ""
@@ -202,7 +202,7 @@ def detach(model: nn.Module) -> None:
 
 
 def heads_of(site: AttentionSite) -> nn.Module | None:
-    """The numbers of an attention module, or None where it was left alone or never patched.
+    """Return the parameters of an attention module, or None where it is not patched.
 
     PEFT's ``modules_to_save`` wraps a module and trains a copy of it; then that copy is the one in use.
     """
@@ -255,7 +255,7 @@ def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:
 
 
 def _named(name: str, given: str, prefix: str) -> bool:
-    """Whether ``given`` is the module's name or a dotted suffix of it, with or without the head model's prefix."""
+    """Check whether ``given`` is the module's name or a dotted suffix of it, with or without the head model's prefix."""
     if prefix:
         name, given = name.removeprefix(prefix + "."), given.removeprefix(prefix + ".")
     return name == given or name.endswith("." + given)

@@ -138,7 +138,7 @@ Trained with the multilabel loss `{{ output_mapping }}`; a label is predicted wh
 
 
 def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID", license: str | None = None) -> str:
-    """Return the text of the card of a patched model.
+    """Write the text of the card of a patched model.
 
     Args:
         model: a patched model.
@@ -162,7 +162,7 @@ def model_card(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID", license: st
 
 
 def card_section(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID", *, adapter: bool = False) -> str:
-    """Return what every card of a patched model must say: how it is loaded, and what its attention is.
+    """Write the section of every card of a patched model: how to load it, and what its attention is.
 
     Args:
         model: a patched model; for an adapter, its base.
@@ -235,7 +235,7 @@ def add_to_card(path: Path, section: str) -> None:
 def write_model_card(
     model: PreTrainedModel, directory: str | os.PathLike[str], path_or_hub_id: str = "PATH_OR_HUB_ID"
 ) -> Path | None:
-    """Write the card as ``README.md`` unless something of somebody else's is there: a card, other data, a folder.
+    """Write the card as ``README.md`` unless another file, card or folder is there.
 
     Returns:
         The path, or None where what is there was left as it was.
@@ -255,13 +255,13 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _base_model(model: PreTrainedModel) -> str:
-    """The Hub id that the model came from; a folder means nothing to others."""
+    """Return the Hub id that the model came from, "" for a local folder, which means nothing to others."""
     base = getattr(model.config, "_name_or_path", "") or ""
     return base if base and not Path(base).exists() else ""
 
 
 def _license(model: PreTrainedModel) -> str | None:
-    """The licence that the card of the folder names which the model was loaded from."""
+    """Return the licence in the card of the folder that the model was loaded from."""
     card = Path(getattr(model.config, "_name_or_path", "") or "", "README.md")
     if not card.is_file():
         return None
@@ -272,14 +272,14 @@ def _license(model: PreTrainedModel) -> str | None:
 
 
 def _task(model: PreTrainedModel) -> str:
-    """The Hub's name of what the model does; empty where its class does not say."""
+    """Return the Hub's name of the model's task, "" where its class does not say."""
     from transformers.modelcard import TASK_MAPPING
 
     return next((task for task, classes in TASK_MAPPING.items() if type(model).__name__ in classes.values()), "")
 
 
 def _resting(table: dict[str, Tensor], start: float | str) -> bool:
-    """Whether every alpha that is learned is where it started."""
+    """Check whether every learned alpha is still at its initial value."""
     if isinstance(start, str) or any(isinstance(values, DTensor) for values in table.values()):
         return False
     known = torch.cat([values.flatten() for values in table.values()]).float()
@@ -301,7 +301,7 @@ def _range_in_words(alphas: Tensor) -> str:
 
 
 def _holds(table: dict[str, Tensor], record: dict[str, Any] | None) -> bool:
-    """Whether the alphas are those that a record was made with; it stores four decimals."""
+    """Check whether the alphas are those of a record, which stores four decimals."""
     stored = (record or {}).get("alphas") or {}
     if not stored or set(stored) != set(table) or any(isinstance(values, DTensor) for values in table.values()):
         return False
@@ -327,7 +327,7 @@ def _mapping_in_words(mapping: str, alpha: str | float) -> str:
 
 
 def scaling_in_words(model: PreTrainedModel) -> str:
-    """What the length scaling of a patched model is, in one sentence; empty where it has none."""
+    """Describe the length scaling of a patched model in one sentence; "" where it has none."""
     from hf_entmax.integration.patching import entmax_config, length_scalings
 
     config = entmax_config(model)

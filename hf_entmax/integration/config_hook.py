@@ -153,7 +153,7 @@ def _unmark(record: dict[str, Any]) -> None:
 
 
 def softmax_refused(owner: str, requested: object) -> ValueError:
-    """The error for another attention implementation on a patched model; ``owner`` is the class that it was asked of."""
+    """Build the error for another attention implementation on a patched model; ``owner`` is the class it was requested from."""
     return ValueError(
         f"{owner} is patched with entmax attention; attn_implementation={requested!r} would silently turn it back into a "
         f"softmax. Leave it out or give {IMPLEMENTATION!r}. To go back to softmax on purpose call "

@@ -38,7 +38,7 @@ class AttentionSite:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """All attention modules of a model that go through Transformers' attention interface, in module order.
+    """Return all attention modules of a model that go through Transformers' attention interface, in module order.
 
     A module that is shared among layers (ALBERT) appears once.
 
@@ -57,7 +57,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The Transformers model inside distributed wrappers, torch.compile and PEFT; what has none inside is returned."""
+    """Return the Transformers model inside distributed wrappers, torch.compile and PEFT; return any other module as it is."""
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if inner is None and hasattr(model, "get_base_model"):
@@ -114,7 +114,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def unpatched_softmax(model: nn.Module) -> list[str]:
-    """Names of the modules whose ``forward`` keeps a softmax of its own, patched or not.
+    """Return the names of the modules whose ``forward`` keeps a softmax of its own, patched or not.
 
     Patching replaces the attention between the tokens of a model. What it leaves alone is told here: pooling heads
     (SigLIP), attention in image tokenizers (Chameleon, Janus), indexers, compressors and the mixing of residual streams
@@ -148,7 +148,7 @@ def unpatched_softmax(model: nn.Module) -> list[str]:
 
 
 def bypassing_modules(model: nn.Module) -> list[str]:
-    """Names of modules that are attention but compute their weights outside the interface.
+    """Return the names of modules that are attention but compute their weights outside the interface.
 
     Such a module is called attention, computes a softmax of its own, and neither it nor anything in or around it calls
     the interface. Pooling heads and image tokenizers keep theirs on purpose.
@@ -182,7 +182,7 @@ def _site(name: str, module: nn.Module) -> Site:
 
 
 def head_count(module: nn.Module, name: str = "") -> int:
-    """Number of query heads of an attention module, as the module or its configuration says."""
+    """Return the number of query heads of an attention module, as the module or its configuration says."""
     for holder in (module, getattr(module, "config", None)):
         for attribute in _HEAD_COUNT_NAMES:
             count = getattr(holder, attribute, None)

@@ -34,17 +34,17 @@ def _calls_interface(forward: object) -> bool:
 
 
 def uses_interface(module: nn.Module) -> bool:
-    """Whether a module calls Transformers' attention interface: whether its own ``forward`` asks it for a function."""
+    """Check whether a module's own ``forward`` gets its function from Transformers' attention interface."""
     return _calls_interface(type(module).forward)
 
 
 def reads_mask_as_boolean(module: nn.Module) -> bool:
-    """Whether an attention module inverts its mask by ``logical_not``, which is wrong for an additive mask."""
+    """Check whether an attention module inverts its mask by ``logical_not``, which is wrong for an additive mask."""
     return "logical_not" in _names(type(module).forward)
 
 
 def has_own_softmax(module: nn.Module) -> bool:
-    """Whether a module's ``forward``, or a function or method that it calls, computes a softmax outside the interface.
+    """Check whether a module's ``forward``, or anything it calls, computes a softmax outside the interface.
 
     Not counted: modules that call the interface (the eager function beside it is for other implementations), routers of
     mixtures of experts, and ``nn.Softmax`` itself, which counts for the module that holds it.
@@ -89,7 +89,7 @@ def _called(cls: type[nn.Module]) -> list[types.FunctionType]:
 
 
 def _methods(cls: type[nn.Module], name: str, *, every: bool) -> list[types.FunctionType]:
-    """The method of that name that an instance has; with ``every`` those it overrides as well."""
+    """Return the method of that name that an instance has; with ``every`` those it overrides as well."""
     found = [getattr(vars(base)[name], "__func__", vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
     methods = [method for method in found if isinstance(method, types.FunctionType)]
     # What torch and Transformers give to every module is none of its attention.
@@ -98,12 +98,12 @@ def _methods(cls: type[nn.Module], name: str, *, every: bool) -> list[types.Func
 
 
 def _names(function: object) -> set[str]:
-    """All names that a function's code uses, those of the functions inside it too."""
+    """Return all names that a function's code uses, including those of the functions inside it."""
     return {name for code in _codes(inspect.unwrap(function)) for name in code.co_names}  # type: ignore[arg-type]
 
 
 def _codes(holder: object) -> Iterator[types.CodeType]:
-    """The code of a function, or that code itself, and of the functions inside it."""
+    """Yield the code of a function (or the given code) and of the functions inside it."""
     code = getattr(holder, "__code__", holder)
     if isinstance(code, types.CodeType):
         yield code

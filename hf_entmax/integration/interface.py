@@ -252,7 +252,7 @@ def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:
 def _weights_wanted(
     module: nn.Module, kwargs: dict[str, Any], observers: tuple[Observer, ...]
 ) -> bool | Literal["sparse"]:
-    """What to ask of the attention: dense weights, those or sparse rows, or none."""
+    """Decide which weights to request from the attention: dense ones, dense or sparse ones, or none."""
     looking = [observer for observer in observers if observer.reads_weights]
     if _returned(module, kwargs) or not all(observer.sparse for observer in looking):
         return True
@@ -282,7 +282,7 @@ def _read_description(options: AttentionOptions, length_q: int, length_k: int) -
 
 
 def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
-    """Bool ``[1, 1, T_q, T_k]``: whether query and key belong to the same packed sequence."""
+    """Mark the pairs of query and key that belong to the same packed sequence: bool ``[1, 1, T_q, T_k]``."""
 
     def number(length: int, bounds: Tensor) -> Tensor:
         positions = torch.arange(length, device=query.device)
@@ -293,14 +293,14 @@ def _same_sequence(query: Tensor, key: Tensor, bounds_q: Tensor, bounds_k: Tenso
 
 
 def _chosen(indices: Tensor, length: int) -> Tensor:
-    """Bool ``[..., length]``: which positions stand in ``indices``, where negative numbers name none."""
+    """Mark the positions in ``indices``, where negative numbers stand for none: bool ``[..., length]``."""
     found = indices.new_zeros((*indices.shape[:-1], length + 1), dtype=torch.bool)
     found.scatter_(-1, indices.long().where(indices >= 0, length), True)
     return found[..., :length]
 
 
 def _chosen_blocks(module: nn.Module, indices: Tensor, heads: int, length: int) -> Tensor:
-    """Bool ``[B, H, T_q, T_k]``: whether a key lies in a block that was chosen for the group of heads."""
+    """Mark the keys in blocks that were chosen for the group of heads: bool ``[B, H, T_q, T_k]``."""
     size: int = module.indexer.block_size  # type: ignore[assignment,union-attr]
     blocks = _chosen(indices, -(-length // size))
     return blocks.repeat_interleave(size, -1)[..., :length].repeat_interleave(heads // indices.shape[1], 1)

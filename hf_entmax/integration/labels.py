@@ -18,7 +18,7 @@ _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a head model predicts token t + 1 from position t, or compares logits and labels as they stand.
+    """Check whether a head model predicts token t + 1 from position t, or compares logits and labels as they are.
 
     Encoder-decoders shift their decoder inputs instead. Most causal models shift, but a few decoders (BART's and its
     relatives') compare as they stand; a model that shifts says so in its code.
@@ -32,7 +32,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def divides_by_items(model: nn.Module) -> bool:
-    """Whether a head model's own loss is a sum divided by ``num_items_in_batch`` where that is given; else it is a mean.
+    """Check whether a head model's own loss divides a sum by ``num_items_in_batch`` where that is given; else it is a mean.
 
     It is for language models of Transformers. Most of its classifiers take the argument and leave it unused: ``forward``
     does not hand it on, or the loss (of regression, of several labels at once) has no use for it.
@@ -48,7 +48,7 @@ def divides_by_items(model: nn.Module) -> bool:
 
 @functools.cache
 def _hands_on_items(function: Callable[..., Any], callee: str) -> bool:
-    """Whether the code of a function calls something of that name with ``num_items_in_batch=`` or all its keywords."""
+    """Check whether a function calls something of that name with ``num_items_in_batch=`` or all its keywords."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):  # no source, or that of more than the function
@@ -59,7 +59,7 @@ def _hands_on_items(function: Callable[..., Any], callee: str) -> bool:
 
 
 def count_labels(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Number of labels that the model's mean loss of a batch with ``labels`` is taken over; -100 does not count."""
+    """Count the labels over which the model averages the loss of a batch; -100 does not count."""
     labels: torch.Tensor = batch["labels"]
     if shifts_labels(model):
         shifted = batch.get("shift_labels")

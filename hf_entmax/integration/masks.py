@@ -58,7 +58,7 @@ class StructuredMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
-        """The mask written out, as eager attention has it."""
+        """Write the mask out, as eager attention has it."""
         if self._dense is None:
             self._dense = self._build()
         return self._dense
@@ -84,7 +84,7 @@ def entmax_mask(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask that Transformers asks for, as ``eager_mask`` would build it or as its description.
+    """Build the mask that Transformers asks for, as ``eager_mask`` would or as its description.
 
     The arguments are those of ``eager_mask``; ``config`` among ``kwargs`` says which model asks.
 
@@ -120,7 +120,7 @@ def entmax_mask(
 
 
 def limits_of(mask_function: Callable[..., Any]) -> Limits | None:
-    """What a mask function of Transformers says, or None where it says more than `Limits` can hold."""
+    """Read the limits of a mask function of Transformers, None where `Limits` cannot describe it."""
     if mask_function is causal_mask_function:
         return Limits(True, None)
     if mask_function is bidirectional_mask_function:

@@ -28,7 +28,7 @@ _PREFERRED = (
 
 
 def model_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Classes that a configuration can build: two with a head, the one without, and, where these lack, any other.
+    """List classes that a configuration can build: two with a head, the one without, and, where these are missing, any other.
 
     What comes first shows most of the model: both halves of an encoder-decoder, the images of a model of texts and images.
     """

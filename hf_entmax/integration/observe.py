@@ -78,7 +78,7 @@ class Observer:
         return self.callback is not None or self.replace is not None
 
     def begins(self, module: nn.Module, *_: Any) -> None:
-        """A model starts its forward: the outermost one starts a new count of calls."""
+        """Note the start of a model's forward; the outermost one restarts the count of calls."""
         if id(module) not in self._models:
             self._leave(module)
             return
@@ -91,12 +91,12 @@ class Observer:
             self._running += 1
 
     def ends(self, module: nn.Module, *_: Any) -> None:
-        """A model has left its forward, by an exception or without."""
+        """Note the end of a model's forward, with or without an exception."""
         if id(module) in self._models and threading.get_ident() == self.thread and not self._busy:
             self._running = max(0, self._running - 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
-        """A copy of the model made inside the block is not observed, and has the attention that it had before."""
+        """Copy nothing: a copy of the model made inside the block is not observed and keeps its attention."""
         for config in self._configs:
             copy.deepcopy(config, memo)._attn_implementation_internal = _borrowed[id(config)][1]
         return self
@@ -108,7 +108,7 @@ class Observer:
                 del hooks[key]
 
     def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, value: Tensor, out: Tensor) -> Tensor:
-        """Shows a call to whoever looks, and returns the module's output ``[B, T_q, H, D]``, replaced or gated."""
+        """Show a call to the observers and return the module's output ``[B, T_q, H, D]``, replaced or gated."""
         site = self._sites.get(id(module))  # a copy of the model made inside the block is another model
         if site is None or self._busy:  # and what a callback runs is its own affair
             return out
@@ -149,7 +149,7 @@ class _Observers(tuple[Observer, ...]):
 
 
 def observers_of(module: nn.Module) -> tuple[Observer, ...]:
-    """Who looks at a module from this thread."""
+    """Return the observers of a module in this thread."""
     observers: tuple[Observer, ...] = getattr(module, _OBSERVERS, ())
     if observers and not torch.compiler.is_compiling():
         here = threading.get_ident()
@@ -158,7 +158,7 @@ def observers_of(module: nn.Module) -> tuple[Observer, ...]:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether someone, in any thread, looks at a module."""
+    """Check whether a module is observed, in any thread."""
     return bool(getattr(module, _OBSERVERS, ()))
 
 
@@ -171,7 +171,7 @@ def observe_attention(
     replace: Callable[[AttentionCall], Tensor | None] | None = None,
     sparse: bool = False,
 ) -> Iterator[None]:
-    """Calls ``callback(call)`` at every attention call of a model, patched or plain softmax, and may gate its heads.
+    """Call ``callback(call)`` at every attention call of a model, patched or plain softmax, and optionally gate its heads.
 
     The weights of one module exist only while the callback runs, so that no more than one layer's weights are held at a
     time. A plain model computes its softmax through the same path meanwhile; afterwards it is as it was.
@@ -214,7 +214,7 @@ def observe_attention(
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether a model keeps less than its backward pass needs, and computes layers again there."""
+    """Check whether a model recomputes layers in its backward pass (gradient checkpointing)."""
     return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 

@@ -134,7 +134,7 @@ class OutputLoss:
         self.support.append(torch.stack(sums, 1))  # type: ignore[union-attr]
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Where TRL's fused head is asked for: keep the hidden states that it is about to see."""
+        """Keep the hidden states that TRL's fused head is about to see, where one is in use."""
         if not kwargs.get("fused_lm_head") or kwargs.get("labels") is None:
             return
         if not self.replaces_log_probs or self.alpha is None:
@@ -301,7 +301,7 @@ def remove_output(model: nn.Module) -> None:
 
 
 def output_losses(model: nn.Module) -> list[OutputLoss]:
-    """The hooks that ``install_output_loss`` left on a model or on models inside it."""
+    """Return the hooks that ``install_output_loss`` left on a model or on models inside it."""
     return [
         hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, OutputLoss)
     ]
@@ -328,7 +328,7 @@ def _logits(module: nn.Module, output: Any) -> Tensor:
 
 
 def _auxiliary(module: nn.Module, output: Any) -> Tensor | None:
-    """The balancing losses of a mixture of experts that the model added to its own loss.
+    """Return the load-balancing losses of a mixture of experts that the model added to its own loss.
 
     They are in the output where they were asked for (``output_router_logits``), under these names, and each is added with
     the factor that the configuration gives.

@@ -19,7 +19,7 @@ Numbers = TypeVar("Numbers", float, Tensor, dict)
 
 
 def heads_mesh(module: nn.Module, own: int, total: int) -> DeviceMesh | None:
-    """The processes among which the heads of an attention module are split, or None where they are not.
+    """Return the processes among which the heads of an attention module are split, or None where they are not.
 
     ``own`` are the query heads that this process was given of ``total``; the mesh is that of the sharded projections.
 
@@ -44,7 +44,7 @@ def heads_mesh(module: nn.Module, own: int, total: int) -> DeviceMesh | None:
 
 
 def of_own_heads(numbers: Numbers, mesh: DeviceMesh, dim: int = 0) -> Numbers:
-    """What belongs to the heads of this process; in the backward pass the gradients of all heads are gathered.
+    """Select the part of this process's heads; the backward pass gathers the gradients of all heads.
 
     ``numbers`` are one for all heads, a tensor with the heads along ``dim``, or a dict of such.
     """
@@ -59,7 +59,7 @@ def of_own_heads(numbers: Numbers, mesh: DeviceMesh, dim: int = 0) -> Numbers:
 
 
 def of_all_heads(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """What each process has for its heads, put together along ``dim``."""
+    """Gather what each process has for its heads, along ``dim``."""
     from torch.distributed.tensor import DTensor, Shard
 
     return DTensor.from_local(own.contiguous(), mesh, [Shard(dim)], run_check=False).full_tensor()

@@ -134,7 +134,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model (or, for a wrapped one, the model inside) or a part of it carries an entmax configuration.
+    """Check whether a model (or the model inside a wrapper) or a part of it carries an entmax configuration.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -147,7 +147,7 @@ def is_patched(model: object) -> bool:
 
 
 def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
-    """The configuration that a model was patched with.
+    """Return the configuration that a model was patched with.
 
     Raises:
         ValueError: if the model is not patched, or its parts are patched differently.
@@ -164,7 +164,7 @@ def entmax_config(model: PreTrainedModel) -> EntmaxConfig:
 
 
 def stored_configs(config: Any) -> list[dict[str, Any]]:
-    """The different entmax configurations that a model's configuration holds: its own, or those of its parts."""
+    """Return the different entmax configurations that a model's configuration holds: its own, or those of its parts."""
     own = getattr(config, CONFIG_KEY, None)
     if own is not None:
         return [own]
@@ -175,7 +175,7 @@ def stored_configs(config: Any) -> list[dict[str, Any]]:
 
 
 def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
-    """The alpha of every head.
+    """Return the alpha of every head.
 
     Args:
         model: a patched model.
@@ -273,7 +273,7 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
 
 
 def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
-    """The options of a mapping other than entmax: option -> site -> float32 ``[layers, heads]``, detached; NaN as in `alphas`.
+    """Return the options of a mapping other than entmax: option -> site -> float32 ``[layers, heads]``, detached; NaN as in `alphas`.
 
     Raises:
         ValueError: if the model is not patched or uses entmax.
@@ -291,7 +291,7 @@ def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
 
 
 def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
-    """The learned numbers of the length scaling of every head.
+    """Return the learned numbers of the length scaling of every head.
 
     Returns:
         site -> name -> float32 copies on the CPU. ``"constant"`` and ``"log"`` have ``s`` ``[layers, heads]``;
@@ -331,7 +331,7 @@ def update_config(model: PreTrainedModel, **changes: Any) -> EntmaxConfig:
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Make a freshly built model what its configuration says: called for every model that Transformers builds."""
+    """Patch a freshly built model as its configuration says; called for every model that Transformers builds."""
     config = EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
     check_supported(model)
     attaching.attach(model, config)
@@ -341,7 +341,7 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def adopt(model: PreTrainedModel) -> None:
-    """Make a model that was put together from patched parts a patched model, where its parts are patched alike.
+    """Mark a model assembled from patched parts as patched, where its parts are patched alike.
 
     Called for every model that Transformers builds. Selections, and alphas that layers share, mean something else in a whole
     than in a part: such parts stay what they are, each with a configuration of its own.
@@ -397,7 +397,7 @@ def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _patched_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The model's own configuration and those that its patched attention modules read.
+    """Return the model's own configuration and those that its patched attention modules read.
 
     Usually that is one object, or one for each sub-model. But a composite model may replace the configuration of a
     sub-model after its attention modules took theirs (EncoderDecoderModel does), so both are asked.
@@ -430,7 +430,7 @@ def _alpha_row(site: AttentionSite) -> Tensor:
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
-    """Rows of heads, ``[layers, heads]`` on the device of the first; NaN for the heads that a layer does not have."""
+    """Stack rows of heads to ``[layers, heads]`` on the device of the first; NaN for heads that a layer does not have."""
     rows = [row.to(rows[0].device) for row in rows]
     if len({len(row) for row in rows}) == 1:
         return torch.stack(rows)  # also of a sharded model, whose rows cannot be padded

@@ -248,7 +248,7 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
-    """The base's own learned numbers by plain name, whatever PEFT wrapped them in."""
+    """Return the base's own learned numbers by plain name, whatever PEFT wrapped them in."""
     numbers = {}
     for name, parameter in base.named_parameters():
         if f".{CHILD}." in name and ".modules_to_save." not in name:

@@ -26,7 +26,7 @@ KEPT_INPUT = "_entmax_input"
 
 
 def length_scaling_of(heads: nn.Module | None) -> LengthScaling | None:
-    """The length scaling that belongs to the numbers of an attention module, PEFT's trained copy of it where there is one."""
+    """Return the length scaling that belongs to the numbers of an attention module, PEFT's trained copy of it where there is one."""
     return getattr(heads, "length_scaling", None)
 
 
@@ -45,7 +45,7 @@ def scaled_query(
     mesh: DeviceMesh | None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """The query times the factor of its head, its number of visible keys and (if adaptive) its hidden state.
+    """Multiply the query by the factor of its head, its number of visible keys and (if adaptive) its hidden state.
 
     ``query`` ``[B, H, T_q, D]`` is of this process's own heads of ``module``, ``heads`` the child with the learned numbers;
     the query itself comes back where there is no length scaling. ``visible`` says how many keys each query may see where that

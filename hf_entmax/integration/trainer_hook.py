@@ -132,7 +132,7 @@ def _say_dense(handler: Any, state: Any) -> None:
 
 
 def _clear_model(model: Any, own: list[Any]) -> None:
-    """Take off a model what callbacks of another trainer have left on it, and say so."""
+    """Remove from a model what callbacks of another trainer left on it, and say so."""
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             owner: Any = getattr(hook, "__self__", None)
@@ -208,7 +208,7 @@ def _refuse_other_losses(trainer: Any) -> None:
 
 
 def _watch_own_loss(trainer: Any, option: str, smoothed: str) -> None:
-    """Where a trainer has a ``compute_loss`` of its own: look once, in the first step, whether its loss is made of ours.
+    """Check once, in the first step, that the loss of a trainer with its own ``compute_loss`` is made of ours.
 
     Only the graph tells a loss that adds something to ``super().compute_loss(...)`` from one that takes its place.
     """
@@ -244,7 +244,7 @@ def _watch_own_loss(trainer: Any, option: str, smoothed: str) -> None:
 
 
 def _made_of(loss: torch.Tensor, nodes: list[Any]) -> bool:
-    """Whether one of these nodes lies in the autograd graph of a loss."""
+    """Check whether one of these nodes lies in the autograd graph of a loss."""
     seen: set[Any] = set()
     todo = [loss.grad_fn]
     while todo:

@@ -61,7 +61,7 @@ class Question:
 
 
 def table_path() -> Path:
-    """Where the verb table lies: inside an installed package, or in ``recipes/data`` of a checkout.
+    """Find the verb table, inside an installed package or in ``recipes/data`` of a checkout.
 
     Raises:
         FileNotFoundError: if it lies in neither.
@@ -77,7 +77,7 @@ def table_path() -> Path:
 
 
 def read_verbs(path: Path | None = None) -> list[Verb]:
-    """All verbs of the table, sorted by lemma."""
+    """Read all verbs of the table, sorted by lemma."""
     lines = (path or table_path()).read_text(encoding="utf-8").splitlines()
     header, *rows = [line.split("\t") for line in lines]
     expected = ["lemma", *SLOTS, "class"]
@@ -149,7 +149,7 @@ def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
 
 
 def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
-    """A tokenizer of single characters, with one special token per form (``<past>``, ...)."""
+    """Build a tokenizer of single characters, with one special token per form (``<past>``, ...)."""
     words = (word for verb in verbs for word in (verb.lemma, *itertools.chain(*verb.forms.values())))
     characters = sorted(set(itertools.chain(*words)))
     special = ["<pad>", "</s>", "<unk>", *TAGS]
@@ -171,7 +171,7 @@ def build_tokenizer(verbs: Iterable[Verb]) -> PreTrainedTokenizerFast:
 
 
 def source_text(question: Question, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the encoder reads: ``<past> dream`` for a tokenizer that has the tags, ``past tense: dream`` for others."""
+    """Return what the encoder reads: ``<past> dream`` for a tokenizer that has the tags, ``past tense: dream`` for others."""
     tag, words = SLOTS[question.slot]
     return (f"{tag} " if tag in tokenizer.get_vocab() else words) + question.lemma
 

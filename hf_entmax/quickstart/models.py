@@ -62,7 +62,7 @@ print((logits - expected).abs().max().item())
 
 
 def small_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGeneration:
-    """A randomly initialised BART of 0.24 million parameters: 2 + 2 layers of 4 heads, width 64."""
+    """Build a randomly initialised BART of 0.24 million parameters: 2 + 2 layers of 4 heads, width 64."""
     pad, end = tokenizer.get_vocab()["<pad>"], tokenizer.get_vocab()["</s>"]
     sizes: dict[str, Any] = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
     config = BartConfig(
@@ -81,7 +81,7 @@ def small_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGenerati
 
 
 def pretrained_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGeneration:
-    """The small model as it comes with this package: trained with softmax on the known verbs."""
+    """Load the small model of this package, trained with softmax on the known verbs."""
     model = small_bart(tokenizer)
     weights = {name: tensor.float() for name, tensor in load_file(BASE_FILE).items()}
     missing = model.load_state_dict(weights, strict=False)
@@ -94,7 +94,7 @@ def pretrained_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGen
 
 
 def load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A pretrained encoder-decoder and its own tokenizer.
+    """Load a pretrained encoder-decoder and its own tokenizer.
 
     Raises:
         ValueError: if the checkpoint is no encoder-decoder.
@@ -203,7 +203,7 @@ def train(
 
 @torch.no_grad()
 def check_reload(model: PreTrainedModel, model_dir: Path, probe: Mapping[str, Tensor]) -> float:
-    """The largest difference between the logits of ``model`` and of what a fresh process loads from ``model_dir``.
+    """Compare the logits of ``model`` with those of the model that a fresh process loads from ``model_dir``.
 
     Both run on the CPU, on ``probe``, a batch with ``labels``.
 

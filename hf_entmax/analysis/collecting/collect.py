@@ -71,7 +71,7 @@ def collect(
     total: int | None = None,
     name: str | None = None,
 ) -> AttentionStatistics:
-    """Measures what the heads of a model do on a stream of batches.
+    """Measure what the heads of a model do on a stream of batches.
 
     Works for any model that :func:`hf_entmax.patch_model` supports, patched or plain softmax. Sums are exact (float64),
     ratios are taken at the end: the result does not depend on batch size, order or number of processes beyond the
@@ -207,7 +207,7 @@ class _Collector:
         self._remembered: dict[str, dict[int, Tensor]] = {}
 
     def run(self, batch: Mapping[str, Any], first_index: int) -> None:
-        """Runs the model on one batch and adds what its attention shows."""
+        """Run the model on one batch and add what its attention shows."""
         info = prepare_batch(self.model, batch)
         contexts: dict[tuple[str, int, int, int], SiteContext] = {}
         densities: dict[str, dict[int, Tensor]] = {}
@@ -283,7 +283,7 @@ class _Collector:
             self._remembered[site] = {key: ids for key, ids in self._remembered.get(site, {}).items() if key in wanted}
 
     def finish(self, name: str, notes: list[str]) -> AttentionStatistics:
-        """Brings the sums to the CPU and gives them their meaning."""
+        """Bring the sums to the CPU and complete the statistics."""
         self._prune()
         for site, remembered in self._remembered.items():
             read = lambda ids: self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)  # noqa: E731
@@ -364,7 +364,7 @@ def _alphas(model: Any, statistics: AttentionStatistics) -> dict[str, Tensor]:
 
 
 def with_progress(batches: Iterable[Any], show: bool, total: int | None, title: str) -> Iterable[Any]:
-    """The batches, counted by a bar if ``show``."""
+    """Wrap the batches in a progress bar if ``show``."""
     if not show:
         return batches
     from tqdm.auto import tqdm

@@ -66,13 +66,13 @@ class Example:
 def collect_examples(
     model: Any, batches: Iterable[Mapping[str, Any]], tokenizer: Any, limit: int = 6, max_tokens: int = 40
 ) -> list[Example]:
-    """Runs single sentences and keeps all their attention weights.
+    """Run single sentences and keep all their attention weights.
 
     Args:
         model: a Transformers model.
         batches: as for :func:`hf_entmax.analysis.collect`.
         tokenizer: names the tokens.
-        limit: stop after so many sentences.
+        limit: largest number of sentences.
         max_tokens: skip sentences with more tokens on either side; if all are longer, the shortest one is taken.
 
     Returns:

@@ -16,7 +16,7 @@ ALIGNMENT_METHODS: tuple[AlignmentMethod, ...] = ("argmax", "threshold", "suppor
 
 
 def dependency_hits(attention: Tensor, heads: Tensor, direction: str = "to_head") -> tuple[Tensor, Tensor]:
-    """Marks the words whose largest weight [B, H, W, W] lies on the gold word: ``(hits [B, H, W], counted [B, W])``.
+    """Mark the words whose largest weight [B, H, W, W] lies on the gold word: ``(hits [B, H, W], counted [B, W])``.
 
     ``heads`` are long [B, W], -1 = root, unknown or padding. "to_head" reads the row of the dependent, "to_dependent" its
     column: the head word must give the dependent more weight than any other word does.
@@ -82,7 +82,7 @@ def dependency_accuracy(
 
 
 def alignment_links(attention: Tensor, method: AlignmentMethod = "argmax", threshold: float | None = None) -> Tensor:
-    """Predicts alignment links from attention.
+    """Predict alignment links from attention.
 
     Args:
         attention: [..., W_t, W_s], non-negative; rows are target words.

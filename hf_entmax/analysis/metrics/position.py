@@ -12,7 +12,7 @@ from hf_entmax.batches.pairs import possible_pairs
 
 
 def argmax_counts(argmax: Tensor, pairs: Tensor, offset: int) -> Tensor:
-    """Counts the queries whose largest weight lies exactly at ``offset``, key minus query position: float64 [B, H].
+    """Count the queries whose largest weight lies exactly at ``offset``, key minus query position: float64 [B, H].
 
     ``argmax`` is long [B, H, T_q], the key with the largest weight, -1 where a row has none; ``pairs`` bool [B, T_q, T_k].
     """
@@ -102,7 +102,7 @@ def positional_share(
 def distance_profile(
     weights: Tensor, key_mask: Tensor, max_distance: int = 10, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    r"""Share of a head's mass at every distance between key and query.
+    r"""Return the share of a head's mass at every distance between key and query.
 
     .. math:: m_h(o) = \frac{\sum_{b,t} p_{b,h,t,t+o}}{\sum_{b,t,j} p_{b,h,t,j}}
 
@@ -132,13 +132,13 @@ def distance_profile(
 
 
 def fold_distances(mass: Tensor, distances: Tensor, max_distance: int) -> Tensor:
-    """Folds mass [H, n] by distance, as ``offset_sums`` returns it, into ``2 * max_distance + 3`` bins with open ends."""
+    """Fold mass [H, n] by distance, as ``offset_sums`` returns it, into ``2 * max_distance + 3`` bins with open ends."""
     bins = distances.clamp(-max_distance - 1, max_distance + 1) + max_distance + 1
     return mass.new_zeros(*mass.shape[:-1], 2 * max_distance + 3).index_add_(-1, bins, mass)
 
 
 def positional_census(confidence: Tensor, share: Tensor) -> dict[str, Any]:
-    """Lists the heads that are positional for one offset, with medians.
+    """List the heads that are positional for one offset, with medians.
 
     Args:
         confidence: [..., heads], :func:`positional_confidence` of many heads (for example [layers, heads]).

@@ -85,7 +85,7 @@ def strength(score: Tensor, chance: Tensor) -> Tensor:
 
 
 def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
-    """The role that explains a head best; among those within :data:`TIE` of the strongest :data:`PRECEDENCE` decides."""
+    """Choose the role that explains a head best; among those within :data:`TIE` of the strongest :data:`PRECEDENCE` decides."""
     if not roles:
         return None
     strongest = max(role.strength for role in roles)
@@ -95,7 +95,7 @@ def best_role(roles: Sequence[HeadRole]) -> HeadRole | None:
 
 
 def offset_targets(pairs: Tensor, shift: Tensor, offset: int) -> Tensor:
-    """Marks the key at a fixed distance, key minus query position, of every query: bool [B, T_q, T_k].
+    """Mark the key at a fixed distance, key minus query position, of every query: bool [B, T_q, T_k].
 
     ``shift``, long [B], is what must be added to ``key index - query index`` so that first real key and first real query
     are at distance 0 (left padding that differs between source and target).
@@ -126,14 +126,14 @@ def monotone_mass(weights: HeadWeights) -> Tensor:
 
 
 def monotone_chance(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries that follow another one, and the `monotone_mass` of an even head, each a float64 sum [B]."""
+    """Count the queries that follow another one, and sum the `monotone_mass` of an even head: float64 [B] each."""
     keys = pairs.sum(dim=-1).double()
     follows = (keys > 0) & torch.nn.functional.pad(keys[:, :-1] > 0, (1, 0))
     return follows.sum(-1).double(), ((MONOTONE_STEPS / keys.clamp(min=MONOTONE_STEPS)) * follows).sum(-1)
 
 
 def chance_sums(targets: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries that have a target, and the mass an even head would give to the targets: float64 sums, [..., B] each.
+    """Count the queries with a target, and sum the mass that an even head would give to the targets: float64 [..., B] each.
 
     ``targets`` are bool [..., B, T_q, T_k], a subset of ``pairs`` [B, T_q, T_k].
     """

@@ -13,23 +13,23 @@ from hf_entmax.batches.pairs import possible_pairs
 
 
 def support_counts(weights: HeadWeights, threshold: float = 0.0) -> Tensor:
-    """Counts the weights [B, H, T_q, T_k] whose size exceeds ``threshold`` (0: every nonzero one): float64 [B, H]."""
+    """Count the weights [B, H, T_q, T_k] whose size exceeds ``threshold`` (0: every nonzero one): float64 [B, H]."""
     return weights.entry_sums(lambda value: value != 0 if threshold == 0 else value.abs() > threshold)
 
 
 def entropy_sums(weights: HeadWeights) -> Tensor:
-    """Sums the Shannon entropy of the rows of [B, H, T_q, T_k] in nats (0 log 0 = 0): float64 [B, H]."""
+    """Sum the Shannon entropy of the rows of [B, H, T_q, T_k] in nats (0 log 0 = 0): float64 [B, H]."""
     # clamp keeps log finite where the weight is zero; the product is then exactly zero.
     return -weights.entry_sums(lambda value: value * value.clamp(min=torch.finfo(value.dtype).tiny).log())
 
 
 def largest_sums(weights: HeadWeights) -> Tensor:
-    """Sums the largest weight of each row of [B, H, T_q, T_k]: float64 [B, H]."""
+    """Sum the largest weight of each row of [B, H, T_q, T_k]: float64 [B, H]."""
     return weights.row_max().double().sum(dim=-1)
 
 
 def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) -> Tensor:
-    """Sums the Jensen-Shannon divergence between the heads over the queries of each sentence, in nats: float64 [B].
+    """Sum the Jensen-Shannon divergence between the heads over the queries of each sentence, in nats: float64 [B].
 
     ``head_entropy`` is ``entropy_sums(weights)`` [B, H] when it is known already.
     """
@@ -39,7 +39,7 @@ def divergence_sums(weights: HeadWeights, head_entropy: Tensor | None = None) ->
 
 
 def num_queries(pairs: Tensor) -> Tensor:
-    """Counts the queries of each sentence with at least one possible key: float64 [B]."""
+    """Count the queries of each sentence with at least one possible key: float64 [B]."""
     return pairs.any(dim=-1).sum(dim=-1).double()
 
 
@@ -108,7 +108,7 @@ def ambiguity(
     causal: bool = False,
     mean: Tensor | None = None,
 ) -> Tensor:
-    r"""How much denser than usual a head is in each sentence.
+    r"""Measure how much denser than usual a head is in each sentence.
 
     .. math:: \mathrm{ambiguity}_{bh} = \mathrm{density}_{bh} - \overline{\mathrm{density}}_h
 
@@ -215,7 +215,7 @@ def head_diversity(
 
 
 def normalize_divergence(value: Tensor, num_heads: int, normalize: bool = True) -> Tensor:
-    """Turns nats into units of log(number of heads); one head has nothing to differ from and gives 0."""
+    """Turn nats into units of log(number of heads); one head has nothing to differ from and gives 0."""
     if not normalize:
         return value
     if num_heads == 1:
@@ -224,7 +224,7 @@ def normalize_divergence(value: Tensor, num_heads: int, normalize: bool = True) 
 
 
 def firing(weights: HeadWeights, pairs: Tensor) -> Tensor:
-    r"""Marks the queries of each head that fire: those with weight on a key that is neither the first nor their own.
+    r"""Mark the queries of each head that fire: those with weight on a key that is neither the first nor their own.
 
         f_i = 1  if  p_ij > 0  for a key  j  other than the first and  i,  else 0
 

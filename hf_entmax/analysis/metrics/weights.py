@@ -19,7 +19,7 @@ from hf_entmax.ops.sparse_rows import SparseRows
 
 
 def diagonal_sums(values: Tensor) -> Tensor:
-    """Sums matrices [..., T_q, T_k] along their diagonals.
+    """Sum matrices [..., T_q, T_k] along their diagonals.
 
     Entry ``c`` of the result [..., T_q + T_k - 1] holds the sum over all (i, j) with ``j - i = c - (T_q - 1)``.
     """
@@ -42,27 +42,27 @@ class DenseWeights:
         self.shape = tuple(values.shape)
 
     def dense(self) -> Tensor:
-        """The weights as one tensor [B, H, T_q, T_k], not to be changed."""
+        """Return the weights as one tensor [B, H, T_q, T_k], not to be changed."""
         return self.values
 
     def entry_sums(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sums ``function(weights)``, elementwise and 0 at 0, over the entries of each head: float64 [B, H]."""
+        """Sum ``function(weights)``, elementwise and 0 at 0, over the entries of each head: float64 [B, H]."""
         values = function(self.values)
         # PyTorch adds up bools in int64, which takes three times as long.
         row_sums = values.sum(dim=-1, dtype=torch.int32) if values.dtype == torch.bool else values.sum(dim=-1)
         return row_sums.double().sum(dim=-1)
 
     def row_max(self) -> Tensor:
-        """The largest weight of each row: [B, H, T_q]."""
+        """Return the largest weight of each row: [B, H, T_q]."""
         return self.values.amax(dim=-1)
 
     def row_argmax(self) -> Tensor:
-        """The key with the largest weight, the first of equals: long [B, H, T_q]; -1 where a row has no weight at all."""
+        """Return the key with the largest weight, the first of equals: long [B, H, T_q]; -1 for a row without weight."""
         largest, argmax = self.values.max(dim=-1)
         return argmax.masked_fill(largest <= 0, -1)
 
     def diagonal(self, offset: int) -> Tensor:
-        """The weights on the key at ``offset`` from the query, of the queries that have one: [B, H, L]."""
+        """Return the weights on the key at ``offset`` from the query, of the queries that have one: [B, H, L]."""
         return self.values.diagonal(offset, dim1=-2, dim2=-1)
 
     def row_sums(self, targets: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class DenseWeights:
         return (self.values.flatten(2) @ targets.to(self.values.dtype)).double()
 
     def mean_head(self) -> DenseWeights:
-        """The mean over the heads, as weights of one head [B, 1, T_q, T_k]."""
+        """Return the mean over the heads, as weights of one head [B, 1, T_q, T_k]."""
         return DenseWeights(self.values.mean(dim=1, keepdim=True))
 
     def offset_sums(self, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class DenseWeights:
         return self.values.transpose(0, 1).flatten(1).double(), (steps + shift.view(-1, 1, 1)).flatten()
 
     def between_words(self, query_words: Tensor, key_words: Tensor, num_query_words: int, num_key_words: int) -> Tensor:
-        """Sums over the tokens of both words, [B, H, W_q, W_k]; ids long [B, T_q] and [B, T_k], -1 (or W and more) = none."""
+        """Sum over the tokens of both words, [B, H, W_q, W_k]; ids long [B, T_q] and [B, T_k], -1 (or W and more) = none."""
         # Padded rows and columns may hold NaN in the input; a zero in the one-hot matrices would not remove it.
         real = (query_words >= 0).unsqueeze(-1) & (key_words >= 0).unsqueeze(-2)
         clean = self.values.masked_fill(~real.unsqueeze(1), 0.0)
@@ -145,7 +145,7 @@ class SparseWeights:
         return torch.segment_reduce(self._values, "max", offsets=self._offsets, initial=0.0)
 
     def _heads(self) -> Tensor:
-        """Where the entries of each head begin; its rows follow each other."""
+        """Return the offsets at which the entries of each head begin; its rows are adjacent."""
         batch, heads, queries, _ = self.shape
         return self._offsets[::queries].contiguous() if queries else self._offsets.new_zeros(batch * heads + 1)
 
@@ -234,7 +234,7 @@ HeadWeights = DenseWeights | SparseWeights
 
 
 def keep_pairs(weights: Tensor | SparseRows, pairs: Tensor) -> HeadWeights:
-    """Takes weights [B, H, T_q, T_k] in either form, in float32 or better, with zero outside ``pairs`` [B, T_q, T_k].
+    """Take weights [B, H, T_q, T_k] in either form, in float32 or better, with zero outside ``pairs`` [B, T_q, T_k].
 
     Rows of padded queries often hold meaningless numbers (even NaN), so they are replaced, not multiplied.
     """
@@ -257,5 +257,5 @@ def result_dtype(weights: Tensor) -> torch.dtype:
 
 
 def ratio(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divides float64 sums; where nothing was counted the result is NaN."""
+    """Divide float64 sums; where nothing was counted the result is NaN."""
     return (numerator / denominator).to(dtype)

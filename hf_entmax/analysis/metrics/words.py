@@ -10,7 +10,7 @@ from hf_entmax.batches.pairs import as_mask, check_weights, possible_pairs, quer
 
 
 def check_word_ids(word_ids: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Checks word ids: integer, of the given shape, -1 for tokens that belong to no word."""
+    """Check word ids: integer, of the given shape, -1 for tokens that belong to no word."""
     if not isinstance(word_ids, Tensor):
         raise TypeError(f"{name} must be an integer tensor of shape {list(shape)}, got {type(word_ids).__name__}.")
     if word_ids.is_floating_point() or word_ids.dtype == torch.bool:
@@ -64,14 +64,14 @@ def _num_words(word_ids: Tensor) -> int:
 def mean_between_words(
     weights: HeadWeights, query_words: Tensor, key_words: Tensor, num_query_words: int, num_key_words: int
 ) -> Tensor:
-    """What :func:`word_attention` returns, for weights in either form and ids that were checked."""
+    """Compute :func:`word_attention` for weights in either form and ids that were checked."""
     sums = weights.between_words(query_words, key_words, num_query_words, num_key_words)
     tokens = word_indicator(query_words, num_query_words, sums.dtype).sum(dim=1)
     return sums / tokens.clamp(min=1.0)[:, None, :, None]
 
 
 def merging_sums(weights: HeadWeights, word_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums for the subword-merging score, words of several tokens apart from words of one.
+    """Sum the subword-merging scores, words of several tokens apart from words of one.
 
     The weights [B, H, T, T] must be finite where both tokens belong to a word, ``word_ids`` are long [B, T], -1 = none.
     Returns ``(several, num_several, single, num_single)``: summed scores [B, H] and numbers of words [B], float64.
@@ -97,7 +97,7 @@ def merging_sums(weights: HeadWeights, word_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def subword_merging(weights: Tensor, word_ids: Tensor, key_mask: Tensor | None = None, min_pieces: int = 1) -> Tensor:
-    r"""How strongly a head binds the subwords of one word together (BPE-merging score).
+    r"""Measure how strongly a head binds the subwords of one word together (BPE-merging score).
 
     For a word of several tokens: the largest mass that any of its tokens gives to the others,
     :math:`\max_{i \in w} \sum_{j \in w, j \ne i} p_{ij}`; for a word of one token: the weight on itself, :math:`p_{ii}`.

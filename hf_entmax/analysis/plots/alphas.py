@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def alpha_per_head(alphas: Any) -> Figure:
-    """The alpha of every head.
+    """Return the alpha of every head.
 
     Args:
         alphas: ``{site: [layers, heads]}`` as :func:`hf_entmax.alphas` returns, or ``AttentionStatistics``.
@@ -123,7 +123,7 @@ def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, A
 
 
 def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], most: int = 20) -> None:
-    """Writes the name of every line at its right end, one above the other where lines end close together."""
+    """Write the name of every line at its right end, one above the other where lines end close together."""
     lines = sorted((end, name) for end, name in zip(ends, names, strict=True) if not math.isnan(end))
     if len(lines) > most:
         lines = lines[: most // 2] + lines[-(most // 2) :]

@@ -48,7 +48,7 @@ def attention_maps(
 
     Args:
         maps: ``(title, weights [T_q, T_k], query tokens, key tokens)`` each, as for :func:`attention_map`.
-        columns: at most so many in a row.
+        columns: most panels in a row.
 
     Raises:
         ValueError: no map, or labels that do not fit their weights.
@@ -108,13 +108,13 @@ def _draw_map(axis: Axes, title: str, weights: Tensor, rows: list[str] | None, k
 
 @style.house_style()
 def distance_profile(profile: Any, heads: Sequence[tuple[str, int, int]] | None = None, max_lines: int = 7) -> Figure:
-    """Where heads look, by distance between key and query.
+    """Draw where heads look, by distance between key and query.
 
     Args:
         profile: ``AttentionStatistics``, or a tensor [heads, 2 D + 3] of :func:`hf_entmax.analysis.distance_profile`.
         heads: ``(site, layer, head)`` to draw from ``AttentionStatistics``; default: the heads of self-attention that
             concentrate most on one distance.
-        max_lines: draw at most so many.
+        max_lines: largest number of lines.
 
     Returns:
         A Figure; the first and the last point gather everything farther away.

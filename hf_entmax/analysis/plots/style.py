@@ -65,7 +65,7 @@ def house_style() -> Iterator[None]:
 def new_figure(
     columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 2.6, **options: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a grid of axes, each of that size in inches, independent of pyplot (no window, no global state).
+    """Return a figure with a grid of axes, each of that size in inches, independent of pyplot (no window, no global state).
 
     ``options`` go to ``Figure.subplots``, such as ``sharey=True``.
     """
@@ -79,7 +79,7 @@ def new_figure(
 def site_grid(
     models: Mapping[str, Mapping[str, Any]], label: str, **options: Any
 ) -> tuple[Figure, list[dict[str, Axes]]]:
-    """A figure with a row per model and a column per site; of each model, the axes of the sites that it has.
+    """Return a figure with a row per model and a column per site; of each model, the axes of the sites that it has.
 
     ``label`` stands beside each row, below the model's name where there are several; ``options`` go to :func:`new_figure`.
     """
@@ -97,18 +97,18 @@ def site_grid(
 
 
 def one_axis(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with a single axis, its size in inches."""
+    """Return a figure with a single axis, its size in inches."""
     figure, axes = new_figure(width=width, height=height)
     return figure, axes[0][0]
 
 
 def pick(looks: Sequence[str], place: int) -> str:
-    """The colour, marker, ... at this place; after the last comes the first again."""
+    """Return the colour, marker, ... at this place, starting over after the last."""
     return looks[place % len(looks)]
 
 
 def look(place: int, **choices: Sequence[str]) -> dict[str, Any]:
-    """What stands at this place of each of these lists, such as ``color=PALETTE``."""
+    """Return the entry of each list at this place, such as ``color=PALETTE``, starting over after the last."""
     return {name: pick(values, place) for name, values in choices.items()}
 
 
@@ -125,7 +125,7 @@ def layer_colours(layers: int) -> Any:
 
 
 def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, **options: Any) -> None:
-    """A colour bar without a frame, beside the axes."""
+    """Draw a colour bar without a frame beside the axes."""
     bar = figure.colorbar(image, ax=axes, **options)
     bar.set_label(label)
     bar.outline.set_visible(False)
@@ -133,7 +133,7 @@ def colour_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, **o
 
 @house_style()
 def head_grid(values: Mapping[str, Tensor], label: str, limits: tuple[float, float], colours: str) -> Figure:
-    """A number per head, ``{site: [layers, heads]}``, by colour in a grid, a panel per site; NaN stays white.
+    """Draw a number per head, ``{site: [layers, heads]}``, by colour in a grid, a panel per site; NaN stays white.
 
     ``label``, with unit, and ``limits`` are the colour bar's, ``colours`` is matplotlib's name of the map.
     """
@@ -157,7 +157,7 @@ def site_title(site: str) -> str:
 
 
 def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
-    """Reads ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``."""
+    """Read ``{site: tensor}`` from a mapping or from the attribute of an ``AttentionStatistics``."""
     if not isinstance(values, Mapping):
         if not hasattr(values, attribute):
             raise TypeError(f"expected {{site: tensor}} or AttentionStatistics, got {type(values).__name__}.")
@@ -168,7 +168,7 @@ def per_site(values: Any, attribute: str) -> dict[str, Tensor]:
 
 
 def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
-    """Reads ``{model name: {site: tensor}}`` from one or several models.
+    """Read ``{model name: {site: tensor}}`` from one or several models.
 
     They are ``AttentionStatistics`` (whose ``attribute`` is read) or several, ``{site: tensor}``, or ``{name: either}``.
     """
@@ -187,7 +187,7 @@ def named_models(models: Any, attribute: str) -> dict[str, dict[str, Tensor]]:
 
 
 def plain(label: str) -> str:
-    """A name of a model or a token that matplotlib does not take for mathematics."""
+    """Escape the name of a model or a token so that matplotlib does not take it for mathematics."""
     return label.replace("$", r"\$")
 
 
@@ -198,18 +198,18 @@ def all_sites(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def in_order(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same by site, in the usual order."""
+    """Return the same by site, in the usual order."""
     return {site: values[site] for site in all_sites({"": values})}
 
 
 def finite(values: Tensor) -> list[float]:
-    """All numbers of a tensor but NaN."""
+    """Return all numbers of a tensor but NaN."""
     flat = values.flatten()
     return flat[~flat.isnan()].tolist()
 
 
 def panels(count: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes, at most ``columns`` of them in a row; ``options`` as for :func:`new_figure`."""
+    """Return a figure with ``count`` axes, at most ``columns`` of them in a row; ``options`` as for :func:`new_figure`."""
     figure, axes = new_figure(min(count, columns), math.ceil(count / columns), **options)
     flat = [axis for row in axes for axis in row]
     for axis in flat[count:]:

@@ -31,7 +31,7 @@ class AlignedPair:
 
 
 def read_alignments(path: str | os.PathLike[str]) -> list[AlignedPair]:
-    r"""Reads gold word alignments from a file, UTF-8, also gzip-compressed (``.gz``).
+    r"""Read gold word alignments from a file, UTF-8, also gzip-compressed (``.gz``).
 
     Two formats, told apart by their first line:
 

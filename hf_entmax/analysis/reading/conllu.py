@@ -77,7 +77,7 @@ def word_spans(words: Sequence[str], spaces: Iterable[bool] = itertools.repeat(T
 
 
 def read_conllu(path: str | os.PathLike[str]) -> list[DependencySentence]:
-    """Reads a CoNLL-U file, ``.conllu`` or ``.conllu.gz``, UTF-8.
+    """Read a CoNLL-U file, ``.conllu`` or ``.conllu.gz``, UTF-8.
 
     Multiword tokens (``3-4``) are kept as one surface token over several words, empty nodes (``5.1``) are left out.
 

@@ -34,7 +34,7 @@ def read_data(
     dataset_config: str | None = None,
     limit: int | None = None,
 ) -> list[TextRecord]:
-    """Reads sentences or sentence pairs.
+    """Read sentences or sentence pairs.
 
     Files (``.gz`` too): ``.tsv`` and ``.csv`` with or without a header (`hf_entmax.analysis.reading.records.is_header`),
     ``.json`` and ``.jsonl`` with one object per line (or one list), ``.parquet``, anything else as plain text, one sentence a
@@ -47,7 +47,7 @@ def read_data(
         target_column: column or field of the target; default: a usual name, else the second column of a TSV file.
         split: of a Hub data set; default: test, validation or train, the first there is.
         dataset_config: configuration of a Hub data set ("de-en").
-        limit: read at most so many records.
+        limit: largest number of records.
 
     Raises:
         FileNotFoundError: neither a file nor a data set.
@@ -119,7 +119,7 @@ def _places(names: list[str] | None, width: int, source: Any, target: Any, path:
 
 
 def _from_fields(value: Any, source: str | None, target: str | None, where: str) -> TextRecord:
-    """Reads one record: a string, or an object with the columns."""
+    """Read one record: a string, or an object with the columns."""
     if isinstance(value, str):
         return TextRecord(value)
     fields = records.fields_of(value, where, "an object or a string")

@@ -179,7 +179,7 @@ class Encoder:
                 self.truncated += len(self.tokenizer(text)["input_ids"]) > self.max_length
 
     def _gold_words(self, text: str, spans: Sequence[tuple[int, int]], target: bool = False) -> list[int] | None:
-        """The gold word of every token of a sentence, -1 for none; None when tokens cannot be found in the text."""
+        """Return the gold word of every token of a sentence, -1 for none; None when tokens cannot be found in the text."""
         starts = [start for start, _ in spans]
         if getattr(self.tokenizer, "is_fast", False):
             encoded = self._tokenize([text], target, return_offsets_mapping=True)
@@ -199,7 +199,7 @@ class Encoder:
         return words
 
     def _place_words(self, words: Sequence[list[int]], mask: Tensor) -> Tensor:
-        """Puts word ids where the padding side of the batch has put their tokens."""
+        """Put word ids where the padding side of the batch has put their tokens."""
         placed = torch.full(mask.shape, -1)
         for row, numbers in enumerate(words):
             at = mask[row].bool().nonzero().flatten()
@@ -227,7 +227,7 @@ class Encoder:
         return batch | {"input_ids": inputs, "labels": labels}
 
     def remarks(self, what: str = "data") -> list[str]:
-        """What the reader should know: sentences cut, left out, full of unknown tokens."""
+        """Say which sentences were cut or left out, and whether many tokens are unknown."""
         remarks = []
         if self.truncated:
             remarks.append(
@@ -246,7 +246,7 @@ class Encoder:
 
 
 def find_tokens(text: str, surfaces: Sequence[str], outside: Sequence[bool]) -> list[tuple[int, int]] | None:
-    """Finds tokens, given without marks, in their text, for tokenizers that do not say where they came from.
+    """Find tokens, given without marks, in their text, for tokenizers that do not say where they came from.
 
     Returns the character span of every token, (0, 0) for those ``outside`` the text; None when one cannot be found.
     """

@@ -20,7 +20,7 @@ _USUAL = {*SOURCE_NAMES, *TARGET_NAMES, *_OTHER_NAMES}
 
 
 def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Yields ``(line number from 1, line without its end)`` of UTF-8 text; ``.gz`` is decompressed on the fly.
+    """Yield ``(line number from 1, line without its end)`` of UTF-8 text; ``.gz`` is decompressed on the fly.
 
     Raises:
         FileNotFoundError: no such file.
@@ -51,7 +51,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def table_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields ``(line number from 1, cells)`` of a ``.tsv`` or ``.csv`` file.
+    """Yield ``(line number from 1, cells)`` of a ``.tsv`` or ``.csv`` file.
 
     In a ``.tsv`` a quotation mark is text; a quoted field of a ``.csv`` may go over several lines, and the first one counts.
 
@@ -72,7 +72,7 @@ def table_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def json_records(path: Path, lenient: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yields ``(place, record)`` of a file with a JSON value per line, or with one list of objects.
+    """Yield ``(place, record)`` of a file with a JSON value per line, or with one list of objects.
 
     If ``lenient``, lines may be empty, and the list may be of strings.
 
@@ -103,7 +103,7 @@ def json_records(path: Path, lenient: bool = False) -> Iterator[tuple[str, Any]]
 def dataset_records(
     name: str, config: str | None = None, split: str | None = None, streaming: bool = False
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields ``(place, record)`` of what ``datasets`` can load: a set of the Hub, a folder of one, a ``.parquet`` file.
+    """Yield ``(place, record)`` of what ``datasets`` can load: a set of the Hub, a folder of one, a ``.parquet`` file.
 
     The default split is test, validation or train, the first there is; ``streaming`` keeps no copy.
 
@@ -130,7 +130,7 @@ def dataset_records(
 
 
 def fields_of(record: Any, where: str, expected: str) -> dict[str, Any]:
-    """A record's fields; ``translation: {"en": ..., "de": ...}``, as in the Hub's translation sets, counts as its content.
+    """Return the fields of a record; ``translation: {"en": ..., "de": ...}``, as in the Hub's translation sets, counts as its content.
 
     Raises:
         ValueError: if it is no object.
@@ -142,7 +142,7 @@ def fields_of(record: Any, where: str, expected: str) -> dict[str, Any]:
 
 
 def is_header(first: Sequence[str], wanted: Sequence[str]) -> bool:
-    """The rule about headers, the same for every table.
+    """Tell whether the first row of a table is a header; the rule is the same for every table.
 
     The first row is a header if it has a column that is asked for by name (digits are places, not names), or if all of
     its cells are usual names of columns (``source``, ``text``, ``label``, ...) or, where no column is asked for, one is.

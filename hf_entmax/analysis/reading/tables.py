@@ -16,7 +16,7 @@ Texts = tuple[str, ...]
 
 
 def find(where: str) -> Path:
-    """A file or folder, relative to here or to ``$HF_ENTMAX_DATA``.
+    """Find a file or folder, relative to the working directory or to ``$HF_ENTMAX_DATA``.
 
     Raises:
         FileNotFoundError: if it is in neither place.
@@ -33,13 +33,13 @@ def find(where: str) -> Path:
 
 
 def languages_of(where: str) -> list[str]:
-    """The folders that stand where ``{language}`` does in a path."""
+    """List the folders that can stand for ``{language}`` in a path."""
     parent = find(where.split("{language}")[0] or ".")
     return sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
 
 
 def read_rows(where: str, columns: Sequence[str], blank: bool = False) -> list[Texts]:
-    """Rows of named columns.
+    """Read rows of named columns.
 
     Args:
         where: a ``.tsv``, ``.csv`` or ``.jsonl`` file (also ``.gz``), a ``.parquet`` file, or
@@ -81,7 +81,7 @@ def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[
 def read_splits(
     wheres: Mapping[str, str], columns: Sequence[str], read: Callable[..., list[Any]] = read_rows
 ) -> dict[str, list[Any]]:
-    """The same columns of several splits, training first, each file read once by ``read`` (`read_pairs`: two columns).
+    """Read the same columns of several splits, training first, each file once by ``read`` (`read_pairs`: two columns).
 
     Raises:
         FileNotFoundError, ValueError: as ``read`` and `check_first_rows`.
@@ -134,7 +134,7 @@ def read_pairs(where: str, source: str, target: str) -> list[tuple[str, str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, stripped; an empty one is an error."""
+    """Read the lines of a text file, stripped; an empty line is an error."""
     lines = []
     for number, line in records.numbered_lines(path):
         if not line.strip():
@@ -200,7 +200,7 @@ def _table(path: Path, columns: Sequence[str], blank: bool) -> Iterator[Texts]:
 
 
 def _places(path: Path, first: list[str], columns: Sequence[str]) -> tuple[list[int], bool]:
-    """Where the columns stand, and whether the first row is a header."""
+    """Find the places of the columns, and whether the first row is a header."""
     header = records.is_header(first, columns)
     if all(column.isdigit() for column in columns):
         if len(first) <= max(map(int, columns)):

@@ -39,7 +39,7 @@ class Trajectory:
 
 
 def read_trajectory(path: str | os.PathLike[str]) -> Trajectory:
-    """Reads the JSON-lines log of :class:`hf_entmax.training.AlphaLoggingCallback`, also ``.gz``.
+    """Read the JSON-lines log of :class:`hf_entmax.training.AlphaLoggingCallback`, also ``.gz``.
 
     Each line is ``{"step": 10, "alpha": {site: [[...], ...]}, "density": {site: [[...], ...]}, "js": {site: [...]}}``; all
     keys but ``step`` may be missing, and density may be one number per layer. Lines may come in any order; of two lines

@@ -71,7 +71,7 @@ class TokenTable:
 
 
 def token_table(tokenizer: Any) -> TokenTable:
-    """Builds the table of a tokenizer's vocabulary, of CPU tensors.
+    """Build the table of a tokenizer's vocabulary, of CPU tensors.
 
     It may be any Hugging Face tokenizer: SentencePiece, WordPiece, byte-level BPE, BPE with ``</w>`` or ``@@``, characters,
     bytes or whole words.
@@ -123,7 +123,7 @@ def token_table(tokenizer: Any) -> TokenTable:
 
 
 def table_or_note(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
-    """The table, or a note that says why there is none."""
+    """Build the table, or return a note that says why there is none."""
     try:
         return (None if tokenizer is None else token_table(tokenizer)), []
     except ValueError as problem:
@@ -131,7 +131,7 @@ def table_or_note(tokenizer: Any) -> tuple[TokenTable | None, list[str]]:
 
 
 def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Numbers the words of every sentence: long [B, T], 0, 1, 2, ...; -1 for special tokens, white space and padding.
+    """Number the words of every sentence: long [B, T], 0, 1, 2, ...; -1 for special tokens, white space and padding.
 
     ``table`` is of the tokenizer that made the ids [B, T]; ``mask``, bool [B, T], is True for real tokens (default: all).
 
@@ -153,7 +153,7 @@ def word_ids(table: TokenTable, input_ids: Tensor, mask: Tensor | None = None) -
 
 
 def check_ids(table: TokenTable, input_ids: Tensor) -> None:
-    """Raises ``ValueError`` unless every id lies inside the vocabulary of the tokenizer."""
+    """Raise ``ValueError`` unless every id lies inside the vocabulary of the tokenizer."""
     outside = input_ids[(input_ids >= len(table)) | (input_ids < 0)]
     if outside.numel():
         raise ValueError(
@@ -163,7 +163,7 @@ def check_ids(table: TokenTable, input_ids: Tensor) -> None:
 
 
 def own_word_ids(tokenizer: Any) -> bool:
-    """Whether the tokenizer's own ``word_ids`` tell words apart.
+    """Check whether the tokenizer's own ``word_ids`` tell words apart.
 
     Slow tokenizers have none, and some fast ones (a SentencePiece model without a pre-tokenizer) call the whole text
     one word, or (characters) every character a word.
@@ -185,7 +185,7 @@ def question_masks(
     mask: Tensor,
     interrogatives: Iterable[str] = INTERROGATIVE_WORDS["en"],
 ) -> tuple[Tensor, Tensor]:
-    """Finds the interrogative words and the sentence-final question mark of every question, each bool [B, T].
+    """Find the interrogative words and the sentence-final question mark of every question, each bool [B, T].
 
     Both are empty for a sentence that does not end in a question mark (closing quotes and brackets may follow it).
     ``words`` are long [B, T], from :func:`word_ids` or the tokenizer itself; ``interrogatives`` are lower case.
@@ -263,7 +263,7 @@ def _is_punctuation(text: str) -> bool:
 
 
 def _character_classes(text: str) -> tuple[int, int]:
-    """Classes of the first and the last character: 1 letter, 2 number, 3 other, as byte-level pre-tokenizers split."""
+    """Classify the first and the last character as byte-level pre-tokenizers do: 1 letter, 2 number, 3 other."""
     text = text.strip()
     if not text:
         return 0, 0

@@ -22,7 +22,7 @@ def write_report(
     figures: bool = True,
     max_bytes: int = 5_000_000,
 ) -> Path:
-    """Writes the report: an HTML file without any outside reference, and every number as JSON and CSV beside it.
+    """Write the report: an HTML file without any outside reference, and every number as JSON and CSV beside it.
 
     The file opens from disk in any current browser, needs no network and no server: a summary in words, a map and a
     sortable table of all heads, figures, a viewer of the nonzero attention of single sentences, and, for several

@@ -42,7 +42,7 @@ def _short(site: str) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction for reading: two digits below 10 %, whole numbers above."""
+    """Format a fraction as a percentage: two digits below 10 %, whole numbers above."""
     if math.isnan(value):
         return "–"
     shown = 100 * value
@@ -50,7 +50,7 @@ def percent(value: float) -> str:
 
 
 def summarize(statistics: AttentionStatistics) -> list[Finding]:
-    """Says in words what the heads of a model do, the general first. What was not measured is not mentioned."""
+    """Say in words what the heads of a model do, the general first. What was not measured is not mentioned."""
     findings = [_sparsity(statistics), _alpha(statistics)]
     if scaling := statistics.info.get("length_scaling"):
         findings.append(Finding("length scaling", scaling))
@@ -61,7 +61,7 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
 
 
 def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Finding]:
-    """Says in words how two models differ."""
+    """Say in words how two models differ."""
     findings = []
     for site in first.sites:
         if site not in second.sites:
@@ -93,7 +93,7 @@ def all_roles(statistics: AttentionStatistics) -> list[tuple[HeadName, HeadRole 
 
 
 def _flat(values: dict[str, Tensor]) -> list[tuple[float, HeadName]]:
-    """All finite values with the names of their heads."""
+    """Return all finite values with the names of their heads."""
     result = []
     for site, tensor in values.items():
         for layer, row in enumerate(tensor.tolist()):
@@ -314,6 +314,6 @@ def _decoding(statistics: AttentionStatistics) -> Finding | None:
 
 
 def _cached_head(row: Any) -> str:
-    """The name of the head that a row of a certificate is about."""
+    """Return the name of the head that a row of a certificate is about."""
     site, layer = row["layer"].split()
     return head_name("decoder" if site == "self" else site, int(layer), row["head"])

@@ -22,7 +22,7 @@ from hf_entmax.analysis.statistics.result import AttentionStatistics
 def render(
     models: list[AttentionStatistics], title: str | None, figures: bool, max_bytes: int, files: list[str]
 ) -> str:
-    """The page as HTML, the main model first; ``files`` are the names of those written beside it."""
+    """Render the page as HTML, the main model first; ``files`` are the names of the files beside it."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader(__package__ or "", "assets"), autoescape=True)
@@ -54,7 +54,7 @@ def render(
 
 
 def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, str]]:
-    """Yields ``(identifier, caption, SVG)`` of every figure that has something to show."""
+    """Yield ``(identifier, caption, SVG)`` of every figure that has something to show."""
     from hf_entmax.analysis import plots
 
     main, several = models[0], len(models) > 1
@@ -95,7 +95,7 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
 
 
 def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
-    """The clearest head of each of the strongest roles, on the first example."""
+    """Choose the clearest head of each of the strongest roles, on the first example."""
     if not model.examples:
         return []
     sites = model.examples[0].sites
@@ -115,7 +115,7 @@ def _role_maps(model: AttentionStatistics, limit: int = 3) -> list[Any]:
 
 
 def to_svg(figure: Any) -> str:
-    """Turns a matplotlib figure into SVG that follows the text colour of the page and needs no XML header."""
+    """Turn a matplotlib figure into SVG that follows the text colour of the page and needs no XML header."""
     stream = io.StringIO()
     # "svg.fonttype" is read when the figure is saved: text stays text, in the fonts of the page.
     with warnings.catch_warnings(), house_style():

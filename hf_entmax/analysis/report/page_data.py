@@ -24,7 +24,7 @@ _DIGITS = 5
 
 
 def build_payload(models: Sequence[AttentionStatistics], example_bytes: int) -> dict[str, Any]:
-    """Everything the scripts of the page read; all packed attention together takes up to ``example_bytes``."""
+    """Collect everything that the scripts of the page read; packed attention takes up to ``example_bytes`` in all."""
     share = example_bytes // len(models)
     return {
         "sites": {name: {"name": SITE_NAMES[name], "colour": SITE_COLOURS[name]} for name in SITE_NAMES},
@@ -74,7 +74,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Lists and rows with numbers cut to the digits of the page; what is no number becomes None."""
+    """Round the numbers in lists and rows to the digits of the page; NaN and infinities become None."""
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -85,7 +85,7 @@ def _rounded(value: Any) -> Any:
 
 
 def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]]:
-    """Packs examples in order until the room, in bytes, is used up; the first one always goes in."""
+    """Pack examples in order until ``room`` bytes are used up; the first one always goes in."""
     packed: list[dict[str, Any]] = []
     used = 0
     for example in examples:
@@ -106,7 +106,7 @@ def pack_examples(examples: Sequence[Example], room: int) -> list[dict[str, Any]
 
 
 def pack_weights(weights: Tensor) -> dict[str, Any]:
-    """Packs weights [layers, heads, T_q, T_k] in [0, 1] as a bitmap of the nonzero ones and one byte for each of those.
+    """Pack weights [layers, heads, T_q, T_k] in [0, 1] as a bitmap of the nonzero ones and one byte for each of those.
 
     A byte v stands for v / 255; a nonzero weight never becomes zero. Both are base64 strings beside the ``shape``:
     ``bits`` (row-major, most significant bit first) and ``values``.

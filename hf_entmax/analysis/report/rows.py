@@ -41,7 +41,7 @@ def head_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def _heads(name: str, site: SiteStatistics) -> Iterator[tuple[Row, int, int]]:
-    """The beginning of a row for every head of a site, its layer and its number."""
+    """Yield the first columns of a row for every head of a site, with its layer and number."""
     for layer, info in enumerate(site.layers):
         for head in range(info.num_heads):
             yield {"site": name, "layer": layer, "head": head}, layer, head
@@ -77,7 +77,7 @@ def _head_columns(statistics: AttentionStatistics, name: str, site: SiteStatisti
 
 
 def _best_relation(site: SiteStatistics, relations: Tensor, counts: Tensor, layer: int, head: int) -> Row:
-    """The dependency relation this head finds best, among those seen at least 20 times."""
+    """Find the dependency relation that this head finds best, among those seen at least 20 times."""
     if "relation_hits" not in site.sums:
         return {}
     usable = (counts >= 20) & ~relations[layer, head].isnan()
@@ -199,7 +199,7 @@ TABLES = {
 
 
 def write_tables(models: Sequence[AttentionStatistics], folder: Path, stem: str = "report") -> list[Path]:
-    """Writes every table as CSV (all models in one file, told apart by a column) and everything as one JSON file.
+    """Write every table as CSV (all models in one file, told apart by a column) and everything as one JSON file.
 
     ``stem`` names the JSON file; other than "report" it also goes before the names of the CSV files. Returns the files;
     a table without rows is not written.
@@ -229,6 +229,6 @@ def write_tables(models: Sequence[AttentionStatistics], folder: Path, stem: str 
 
 
 def number(value: Any) -> float | None:
-    """A Python float, or None for NaN and infinities, which JSON does not know."""
+    """Convert to a Python float, or None for NaN and infinities, which JSON does not know."""
     value = float(value)
     return value if math.isfinite(value) else None

@@ -60,12 +60,12 @@ class SiteSums:
         self.sums: dict[str, Tensor] = {}
 
     def add_row(self, num_heads: int) -> int:
-        """Adds a layer (a module called several times in one pass stands for several) and returns its index."""
+        """Add a layer (a module called several times in one pass stands for several) and return its index."""
         self.num_heads.append(num_heads)
         return len(self.num_heads) - 1
 
     def finished(self) -> dict[str, Tensor]:
-        """The sums on the CPU, [layers, ...]; zeros for layers that were never seen."""
+        """Return the sums on the CPU, [layers, ...]; zeros for layers that were never seen."""
         return {name: grown(sums, (len(self.num_heads), *sums.shape[1:])).cpu() for name, sums in self.sums.items()}
 
     def _add(self, name: str, row: int, value: Tensor) -> None:
@@ -76,7 +76,7 @@ class SiteSums:
         sums[(row, *(slice(size) for size in value.shape))] += value
 
     def update(self, row: int, observed: Tensor | SparseRows, context: SiteContext) -> Tensor | None:
-        """Adds the weights [B, H, T_q, T_k] of layer ``row`` and one batch, dense or sparse: the sums are the same.
+        """Add the weights [B, H, T_q, T_k] of layer ``row`` and one batch, dense or sparse: the sums are the same.
 
         Returns the density of every sentence and head [B, H] (float64), or None when sparsity is not wanted.
         """
@@ -192,13 +192,13 @@ class SiteSums:
 
 
 def _histogram(shares: Tensor, weights: Tensor) -> Tensor:
-    """Adds up the weights of shares in [0, 1] by bins of even width: both [H, n], to float64 [H, bins]."""
+    """Add up the weights of shares in [0, 1] by bins of even width: both [H, n], to float64 [H, bins]."""
     places = (shares * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
     return weights.new_zeros(len(shares), CONFIDENCE_BINS).scatter_add_(1, places, weights)
 
 
 def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> Tensor:
-    """Counts bool hits [B, H, W] by the relation of each word: float64 [H, number of relations]."""
+    """Count bool hits [B, H, W] by the relation of each word: float64 [H, number of relations]."""
     out = torch.zeros(hits.shape[1], num_relations, dtype=torch.float64, device=hits.device)
     if relations is None or not num_relations:
         return out
@@ -208,6 +208,6 @@ def _by_relation(hits: Tensor, relations: Tensor | None, num_relations: int) -> 
 
 
 def grown(sums: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor, filled up with zeros where it is smaller than ``shape``."""
+    """Pad a tensor with zeros where it is smaller than ``shape``."""
     missing = [max(wanted - size, 0) for wanted, size in zip(shape, sums.shape, strict=True)]
     return torch.nn.functional.pad(sums, [size for after in reversed(missing) for size in (0, after)])

@@ -49,7 +49,7 @@ class RoleTargets:
 
     @classmethod
     def build(cls, names: tuple[str, ...], targets: list[Tensor], pairs: Tensor) -> RoleTargets:
-        """Stacks bool targets [B, T_q, T_k], one per role."""
+        """Stack bool targets [B, T_q, T_k], one per role."""
         stacked = torch.stack(targets)
         queries, chance = chance_sums(stacked, pairs)
         flat = stacked.flatten(2).permute(1, 2, 0).to(torch.float32)
@@ -106,7 +106,7 @@ def build_context(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> SiteContext:
-    """Works out the context of a site from the shape (B, T_q, T_k) of the first weights seen there.
+    """Work out the context of a site from the shape (B, T_q, T_k) of the first weights seen there.
 
     Raises:
         ValueError: the masks of the batch do not fit the weights.
@@ -180,7 +180,7 @@ def _text_roles(
     table: TokenTable | None,
     interrogatives: Iterable[str],
 ) -> RoleTargets:
-    """Marks the keys of every role of :data:`TEXT_ROLES`; a role without the means to find it marks none."""
+    """Mark the keys of every role of :data:`TEXT_ROLES`; a role that cannot be found in this batch marks none."""
     cross, pairs, words = context.site == "cross", context.pairs, context.words
     key_ids = info.input_ids if cross else ids
     offsets = {"previous": -1, "current": 0, "next": 1}
@@ -222,7 +222,7 @@ def _text_roles(
 
 
 def _equal(queries: Tensor, keys: Tensor) -> Tensor:
-    """Pairs [B, T_q, T_k] of equal ids; a negative one equals none."""
+    """Mark pairs [B, T_q, T_k] of equal ids; a negative id equals no other."""
     return (queries.unsqueeze(-1) == keys.unsqueeze(-2)) & (keys >= 0).unsqueeze(-2)
 
 

@@ -83,7 +83,7 @@ class AttentionStatistics:
         return sum(layer.num_heads for site in self.sites.values() for layer in site.layers)
 
     def update(self, other: AttentionStatistics) -> AttentionStatistics:
-        """Takes over sums that this object does not have yet: what another pass, over gold data, measured.
+        """Take over sums that this object does not have yet, measured by another pass over gold data.
 
         Args:
             other: statistics of the same model.
@@ -108,7 +108,7 @@ class AttentionStatistics:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the sums as safetensors, with everything else in its metadata; examples are not kept.
+        """Write the sums as safetensors, with everything else in its metadata; examples are not kept.
 
         Args:
             path: of the file; its folder is made, a file that is there is overwritten.
@@ -146,7 +146,7 @@ class AttentionStatistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionStatistics:
-        """Reads what :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             FileNotFoundError: no such file.
@@ -188,7 +188,7 @@ class AttentionStatistics:
 
 
 def describe_device(model: torch.nn.Module) -> str:
-    """Device and dtype of a model, for the record."""
+    """Return the device and dtype of a model, for the record."""
     parameter = next(model.parameters())
     return f"{parameter.device.type}, {str(parameter.dtype).removeprefix('torch.')}"
 
@@ -196,7 +196,7 @@ def describe_device(model: torch.nn.Module) -> str:
 def gather_collection(
     statistics: AttentionStatistics, accelerator: Accelerator, error: Exception | None
 ) -> Exception | None:
-    """Replaces the statistics of every process, in place, by those of all together.
+    """Replace the statistics of every process, in place, by those of all together.
 
     ``error`` is what stopped this process. Returns the first error of any process, or None.
     """

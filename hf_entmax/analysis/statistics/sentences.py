@@ -53,13 +53,13 @@ class SentenceExtremes:
 
     @classmethod
     def restore(cls, values: Tensor, indices: Tensor, texts: dict[int, str]) -> SentenceExtremes:
-        """Builds the object from its parts."""
+        """Build the object from its parts."""
         result = cls(values.shape[1], values.shape[2])
         result.values, result.indices, result.texts = values, indices, texts
         return result
 
     def update(self, densities: Tensor, lengths: Tensor, first_index: int) -> None:
-        """Adds the sentences of a batch, numbered from ``first_index`` on.
+        """Add the sentences of a batch, numbered from ``first_index`` on.
 
         ``densities`` are float64 [layers, B, heads] on the CPU, NaN = none; ``lengths`` long [B], in query tokens.
         """
@@ -75,7 +75,7 @@ class SentenceExtremes:
         self._keep(new, indices)
 
     def merge(self, other: SentenceExtremes) -> None:
-        """Adds what another process has seen."""
+        """Add the sentences of another process."""
         self._grow(*other.values.shape[1:3])
         other._grow(*self.values.shape[1:3])
         self._keep(other.values, other.indices)
@@ -98,11 +98,11 @@ class SentenceExtremes:
         self.indices = torch.nn.functional.pad(self.indices, more, value=-1)
 
     def wanted(self) -> set[int]:
-        """Numbers of all sentences referred to."""
+        """Return the numbers of all sentences that are kept."""
         return set(self.indices.unique().tolist()) - {-1}
 
     def pairs(self, layer: int, head: int) -> list[SentencePair]:
-        """The clearest contrasts of one head, the widest first, one per length class."""
+        """Return the clearest contrasts of one head, the widest first, one per length class."""
         result = []
         for length_class in range(len(LENGTH_CLASSES)):
             dense, sparse = (int(self.indices[side, layer, head, length_class, 0]) for side in (0, 1))

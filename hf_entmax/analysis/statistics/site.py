@@ -40,7 +40,7 @@ class LayerInfo:
 
 
 def _mean(numerator: str, denominator: str, meaning: str) -> Callable[[SiteStatistics], Tensor]:
-    """A method that divides a sum [layers, heads] by a count [layers]."""
+    """Make a method that divides a sum [layers, heads] by a count [layers]."""
 
     def method(self: SiteStatistics) -> Tensor:
         return self._per_head(numerator, denominator)
@@ -91,11 +91,11 @@ class SiteStatistics:
         return torch.full((self.num_layers, self.num_heads, *trailing), float("nan"), dtype=torch.float64)
 
     def _measured(self, name: str, value: Callable[[dict[str, Tensor]], Tensor], *trailing: int) -> Tensor:
-        """What ``value`` makes of the sums, where ``name`` is among them; else NaN."""
+        """Apply ``value`` to the sums where ``name`` is among them; return NaN otherwise."""
         return self._mask(value(self.sums)) if name in self.sums else self._nan(*trailing)
 
     def _per_head(self, numerator: str, denominator: str) -> Tensor:
-        """A sum [layers, heads, ...] over a count [layers, ...]."""
+        """Divide a sum [layers, heads, ...] by a count [layers, ...]."""
         return self._measured(numerator, lambda sums: sums[numerator] / sums[denominator].unsqueeze(1))
 
     def _mask(self, values: Tensor) -> Tensor:
@@ -155,11 +155,11 @@ class SiteStatistics:
         return self._mask(((place + 0.5) / CONFIDENCE_BINS).masked_fill(total[..., 0] == 0, float("nan")))
 
     def positional_census(self, offset: int = -1) -> dict[str, Any]:
-        """The heads that are positional for an offset of -1, 0 or +1."""
+        """List the heads that are positional for an offset of -1, 0 or +1."""
         return positional_census(self.positional_confidence(offset), self.positional_share(offset))
 
     def distance_profile(self) -> Tensor:
-        """Share of the mass at every distance, [layers, heads, 2 D + 3]."""
+        """Return the share of the mass at every distance, [layers, heads, 2 D + 3]."""
         return self._measured("distance", lambda s: s["distance"] / s["mass"].unsqueeze(-1), 2 * self.max_distance + 3)
 
     def mean_distance(self) -> Tensor:
@@ -194,12 +194,12 @@ class SiteStatistics:
         return self._measured("relation_hits", ratio, len(self.relations))
 
     def relation_counts(self) -> Tensor:
-        """Number of annotated words per relation, [relations]."""
+        """Return the number of annotated words per relation, [relations]."""
         counts = self.sums.get("relation_words")
         return torch.zeros(len(self.relations), dtype=torch.float64) if counts is None or not len(counts) else counts[0]
 
     def dependency_baseline(self) -> tuple[int, float]:
-        """The best fixed distance and its accuracy: what a head reaches that always looks the same number of words away."""
+        """Return the best fixed distance and its accuracy, which a head reaches by always looking that number of words away."""
         counts = self.sums.get("dependency_offsets")
         if counts is None or not len(counts) or not float(counts[0].sum()):
             return 0, float("nan")
@@ -261,7 +261,7 @@ class SiteStatistics:
         return result
 
     def ranked_roles(self, layer: int, head: int) -> list[HeadRole]:
-        """All roles measured for one head, the best explanation first."""
+        """Return all roles measured for one head, the best explanation first."""
         roles = []
         for name, (score, chance, queries) in self.role_scores().items():
             value = strength(score[layer, head], chance[layer])
@@ -271,7 +271,7 @@ class SiteStatistics:
         return sorted(roles, key=lambda role: -role.strength)
 
     def best_roles(self, min_strength: float = 0.5, min_evidence: int = 5) -> list[list[HeadRole | None]]:
-        """The role that explains each head best, ``[layers][heads]``.
+        """Return the role that explains each head best, ``[layers][heads]``.
 
         Args:
             min_strength: how far above chance a role must be, in (0, 1]; below it a head has no role (None).
