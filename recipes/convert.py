@@ -44,7 +44,7 @@ from common.results import finish
 from common.settings import parse
 from common.trainer import RecipeTrainer, training_arguments
 from hf_entmax import alphas, is_patched, patch_model
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import divides_by_items
 from hf_entmax.integration.output_loss import output_losses
 
@@ -102,7 +102,7 @@ def main(settings: Settings) -> None:
         model = tasks.add_adapters(model, settings.lora_rank, kind)
     if settings.freeze_weights:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(f".{CHILD}." in name)
+            parameter.requires_grad_(f".{HEADS_MODULE}." in name)
     task, schedule = tasks.make_task(kind, settings, data, tokenizer, teacher), settings.alpha_schedule()
     conversion = settings.callback(teacher, task.distance)
     changes = {"load_best_model_at_end": False, "metric_for_best_model": None}

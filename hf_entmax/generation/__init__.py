@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_entmax.generation.beam import beam_search, certified_beam_search
     from hf_entmax.generation.best_first import enumerate_hypotheses, exact_map
-    from hf_entmax.generation.certificate import Certificate
+    from hf_entmax.generation.cache_reads import Certificate
     from hf_entmax.generation.exact_cache import ExactSparseCache
     from hf_entmax.generation.forced import ForcedDecoding, force_decode
     from hf_entmax.generation.metrics import (

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from hf_entmax.generation.members import Ensemble, as_inputs, as_models, with_members
-from hf_entmax.generation.results import Findings, SearchResult
+from hf_entmax.generation.results import SearchResult, SearchState
 
 logger = logging.get_logger(__name__)
 TOLERANCE = 1e-6
@@ -90,10 +90,10 @@ def beam_search(
     )
 
 
-def run_beams(ensemble: Ensemble, num_beams: int) -> list[Findings]:
+def run_beams(ensemble: Ensemble, num_beams: int) -> list[SearchState]:
     """Run the search over members prepared with ``num_beams`` rows per input."""
     size = ensemble.rows // num_beams
-    found = [Findings() for _ in range(size)]
+    found = [SearchState() for _ in range(size)]
     tokens = torch.empty(size * num_beams, 0, dtype=torch.long)
     live = torch.full((size, num_beams), -math.inf, dtype=torch.float64)
     live[:, 0] = 0.0
@@ -121,7 +121,7 @@ def run_beams(ensemble: Ensemble, num_beams: int) -> list[Findings]:
     return found
 
 
-def _best_continuations(found: list[Findings], total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _best_continuations(found: list[SearchState], total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ``K`` best of ``total`` ``[B, K, V]``: log-probabilities, parent beams and tokens, ``[B, K]`` each."""
     _, num_beams, classes = total.shape
     flat = total.flatten(1)
@@ -132,7 +132,7 @@ def _best_continuations(found: list[Findings], total: Tensor) -> tuple[Tensor, T
     return best.values, best.indices // classes, best.indices % classes
 
 
-def _note_dead_ends(found: list[Findings], live: Tensor, log_probs: Tensor) -> None:
+def _note_dead_ends(found: list[SearchState], live: Tensor, log_probs: Tensor) -> None:
     """Count the prefixes that are expanded, and the mass of those for which every continuation was forbidden."""
     alive = live > -math.inf
     dead = alive & (log_probs == -math.inf).all(-1)
@@ -142,7 +142,7 @@ def _note_dead_ends(found: list[Findings], live: Tensor, log_probs: Tensor) -> N
         found[index].dead_mass += math.exp(live[index, beam])
 
 
-def _apply_criteria(ensemble: Ensemble, found: list[Findings], tokens: Tensor, live: Tensor) -> bool:
+def _apply_criteria(ensemble: Ensemble, found: list[SearchState], tokens: Tensor, live: Tensor) -> bool:
     """Stopping criteria other than the end of sequence: what they stop is finished; returns whether time is up."""
     time_is_up = False
     member = ensemble.members[0]
@@ -159,7 +159,7 @@ def _apply_criteria(ensemble: Ensemble, found: list[Findings], tokens: Tensor, l
     return time_is_up
 
 
-def _close_decided(found: list[Findings], live: Tensor) -> None:
+def _close_decided(found: list[SearchState], live: Tensor) -> None:
     """Drop the prefixes of an input that can no longer change its best hypotheses, unless all may still be found."""
     num_beams = live.shape[1]
     for index, findings in enumerate(found):

@@ -21,7 +21,7 @@ from hf_entmax.generation.members import (
     with_one_input,
 )
 from hf_entmax.generation.prefixes import PrefixCache, largest_group
-from hf_entmax.generation.results import Findings, SearchResult
+from hf_entmax.generation.results import SearchResult, SearchState
 
 # Continuations remembered per prefix; softmax models have as many as the vocabulary is large. The others count as
 # dropped, which can cost a certificate but never falsify one.
@@ -66,7 +66,7 @@ class _BestFirst:
     tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
-        self.found, self.order = Findings(), itertools.count()
+        self.found, self.order = SearchState(), itertools.count()
         self.queue: list[tuple[float, int, _Children, int]] = []
         #: Log-probabilities of the prefixes that wait for the models.
         self.waiting: dict[tuple[int, ...], float] = {(): 0.0}
@@ -159,7 +159,7 @@ class _BestFirst:
                 self.found.finished.append((value, tokens))
 
 
-def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> list[Findings]:
+def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> list[SearchState]:
     """Run the searches of all inputs side by side; their prefixes of one length are read together."""
     caches = [PrefixCache(member) for member in ensemble.members]
     active = searches
@@ -182,10 +182,10 @@ def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> lis
 
 def _search(
     models: list[Any], inputs: list[dict[str, Any]], limits: list[dict[str, Any]], *, batch_size: int, **rest: Any
-) -> list[Findings]:
+) -> list[SearchState]:
     """Best-first search for every element of a batch, with the limits of each."""
 
-    def body(ensemble: Ensemble, limits: list[dict[str, Any]] = limits) -> list[Findings] | None:
+    def body(ensemble: Ensemble, limits: list[dict[str, Any]] = limits) -> list[SearchState] | None:
         eos, longest = ensemble.eos_token_ids, ensemble.max_new_tokens
         if ensemble.criteria or not eos:
             names = [type(criterion).__name__ for criterion in ensemble.criteria]
@@ -328,12 +328,12 @@ def exact_map(
     return [beam.result(tolerance) for beam in beams]
 
 
-def _merged(beam: Findings, exact: Findings) -> Findings:
+def _merged(beam: SearchState, exact: SearchState) -> SearchState:
     """Merge the hypotheses of two searches; the second, which knew the best hypothesis of the first, has the bounds."""
     finished = {tuple(tokens): value for value, tokens in [*exact.finished, *beam.finished]}
     unfinished = {tuple(tokens): value for value, tokens in exact.unfinished}
     listed = sum(math.exp(value) for value in [*finished.values(), *unfinished.values()])
-    return Findings(
+    return SearchState(
         finished=[(value, list(tokens)) for tokens, value in finished.items()],
         unfinished=[(value, list(tokens)) for tokens, value in unfinished.items()],
         pruned_log_probability=exact.pruned_log_probability,

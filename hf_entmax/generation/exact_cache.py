@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from hf_entmax.generation.bits import Bits
-from hf_entmax.generation.certificate import Certificate
+from hf_entmax.generation.cache_reads import Certificate
 from hf_entmax.generation.exact_layer import ExactSparseLayer, Plan
 from hf_entmax.generation.weights_state import WatchedWeights
 from hf_entmax.integration.config_hook import CONFIG_KEY

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_entmax.generation.bits import BitChoice, Bits
-from hf_entmax.generation.certificate import LayerCertificate, Tally
+from hf_entmax.generation.cache_reads import LayerCertificate, Tally
 from hf_entmax.generation.growing_layer import GrowingLayer
 from hf_entmax.generation.verification import compare_with_dense
 from hf_entmax.generation.weights_state import version
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.backends import Backend
 from hf_entmax.ops.exact import KeySketch
@@ -289,7 +289,7 @@ def _identity(module: nn.Module) -> str:
     parameters, versions, digest = _identities.get(module, ([], [], ""))
     # Weights that were written to are looked at anew.
     if not digest or versions != [version(p) for p in parameters]:
-        own = [(name, p) for name, p in module.named_parameters() if CHILD not in name]
+        own = [(name, p) for name, p in module.named_parameters() if HEADS_MODULE not in name]
         parts: list[Any] = [type(module).__qualname__, getattr(module, "layer_idx", None)]
         for name, parameter in own:
             local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)().detach()

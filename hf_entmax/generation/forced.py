@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_entmax.generation.labels import STYLE, labeller, new_figure, percent
+from hf_entmax.generation.drawing import STYLE, labeller, new_figure, percent
 from hf_entmax.generation.members import Ensemble, as_inputs, as_models, number_of_inputs, with_one_input
 
 

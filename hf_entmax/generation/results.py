@@ -88,7 +88,7 @@ def certificates_in_words(results: Sequence[SearchResult]) -> str:
 
 
 @dataclasses.dataclass
-class Findings:
+class SearchState:
     """What a search has come to know about one input so far."""
 
     finished: list[tuple[float, list[int]]] = dataclasses.field(default_factory=list)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hf_entmax.generation.labels import STYLE, labeller, new_figure, percent
+from hf_entmax.generation.drawing import STYLE, labeller, new_figure, percent
 from hf_entmax.generation.results import SearchResult
 
 #: Tokens and probability of a hypothesis, and whether it ended by itself.

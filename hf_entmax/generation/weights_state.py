@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 
-_ALPHA = f".{CHILD}.a"
+_ALPHA = f".{HEADS_MODULE}.a"
 
 
 class WatchedWeights:

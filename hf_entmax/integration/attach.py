@@ -12,7 +12,7 @@ from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig
 from hf_entmax.integration.config_hook import softmax_refused
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
-from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, LEFT_ALONE
+from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION, KEEPS_SOFTMAX
 from hf_entmax.integration.parallel import same_everywhere
 from hf_entmax.integration.scaled_query import KEPT_INPUT, input_width, keep_input, length_scaling_of
 from hf_entmax.length import AdaptiveScaling, ConstantScaling, LogScaling
@@ -129,15 +129,15 @@ def attach(model: nn.Module, config: EntmaxConfig) -> None:
     selected = {site.name for site in selected_sites(model, sites, config)}
     for site in sites:
         if site.name not in selected:
-            site.module._modules.pop(CHILD, None)
-            setattr(site.module, LEFT_ALONE, True)
+            site.module._modules.pop(HEADS_MODULE, None)
+            setattr(site.module, KEEPS_SOFTMAX, True)
             continue
-        if CHILD not in site.module._modules:
+        if HEADS_MODULE not in site.module._modules:
             heads = new_heads(site, config)
             _move(heads, site.module, keep_dtype=config.alpha_dtype == "float32")
-            site.module.add_module(CHILD, heads.train(site.module.training))
-        if hasattr(site.module, LEFT_ALONE):
-            delattr(site.module, LEFT_ALONE)
+            site.module.add_module(HEADS_MODULE, heads.train(site.module.training))
+        if hasattr(site.module, KEEPS_SOFTMAX):
+            delattr(site.module, KEEPS_SOFTMAX)
     patched = [site for site in sites if site.name in selected]
     _tie(patched, config)
     _watch(model, patched)
@@ -196,9 +196,9 @@ def detach(model: nn.Module) -> None:
     _watch(model, [])
     _listen(model, [])
     for site in attention_sites(model):
-        site.module._modules.pop(CHILD, None)
-        if hasattr(site.module, LEFT_ALONE):
-            delattr(site.module, LEFT_ALONE)
+        site.module._modules.pop(HEADS_MODULE, None)
+        if hasattr(site.module, KEEPS_SOFTMAX):
+            delattr(site.module, KEEPS_SOFTMAX)
 
 
 def heads_of(site: AttentionSite) -> nn.Module | None:
@@ -206,7 +206,7 @@ def heads_of(site: AttentionSite) -> nn.Module | None:
 
     PEFT's ``modules_to_save`` wraps a module and trains a copy of it; then that copy is the one in use.
     """
-    heads = site.module._modules.get(CHILD)
+    heads = site.module._modules.get(HEADS_MODULE)
     copies = getattr(heads, "modules_to_save", None)
     if heads is None or copies is None:
         return heads
@@ -229,7 +229,7 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
                 if scaling is not None:
                     heads.length_scaling = scaling
                     _soften(scaling, heads)
-                site.module.add_module(CHILD, heads.train(site.module.training))
+                site.module.add_module(HEADS_MODULE, heads.train(site.module.training))
             owners[group] = heads  # type: ignore[assignment]
             continue
         tied = TiedAlpha(site.num_heads, owners[group])
@@ -238,7 +238,7 @@ def _tie(sites: list[AttentionSite], config: EntmaxConfig) -> None:
             tied.length_scaling = scaling
             if not isinstance(heads, TiedAlpha):
                 _soften(scaling, tied)  # the alpha that it was softened for has just been given up
-        site.module.add_module(CHILD, tied.train(site.module.training))
+        site.module.add_module(HEADS_MODULE, tied.train(site.module.training))
 
 
 def _move(heads: nn.Module, module: nn.Module, *, keep_dtype: bool) -> None:

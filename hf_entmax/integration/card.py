@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_entmax._version import __version__
 from hf_entmax.integration.config_hook import CALIBRATION_KEY, SPARSITY_KEY
 from hf_entmax.integration.discovery import attention_sites, unpatched_softmax
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.ops.controllable.registry import BUILT_IN
 
 #: Marks a card as written by this module: such a card is brought up to date, any other is left as its author wrote it.
@@ -177,7 +177,7 @@ def card_section(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID", *, adapte
     sites = attention_sites(model)
     for name in dict.fromkeys(site.site for site in sites):
         own = [site for site in sites if site.site == name]
-        patched = sum(CHILD in site.module._modules for site in own)
+        patched = sum(HEADS_MODULE in site.module._modules for site in own)
         value = config.mapping
         if name in table:
             value = _range_in_words(table[name])

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_entmax.alpha import LearnedNumbers
 from hf_entmax.integration.config_hook import CONFIG_KEY, require, softmax_refused
-from hf_entmax.integration.interface import CHILD, IMPLEMENTATION, entmax_attention_forward
+from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION, entmax_attention_forward
 from hf_entmax.integration.masks import entmax_mask
 
 
@@ -164,11 +164,11 @@ def _write_card(
 
 
 def _is_ours(key: str) -> bool:
-    return f".{CHILD}." in f".{key}"
+    return f".{HEADS_MODULE}." in f".{key}"
 
 
 def _attention_is_new(model: nn.Module, key: str, missing: set[str]) -> bool:
-    parent = key.split(f"{CHILD}.")[0]
+    parent = key.split(f"{HEADS_MODULE}.")[0]
     own = [
         f"{parent}{name}"
         for name, _ in model.get_submodule(parent.rstrip(".")).named_parameters()

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: The child module that holds the learned numbers. Trainer leaves parameters below ``*_norm`` without weight decay.
-CHILD = "entmax_norm"
+HEADS_MODULE = "entmax_norm"
 #: Set on attention modules that keep their softmax because the configuration says so.
-LEFT_ALONE = "_entmax_left_alone"
+KEEPS_SOFTMAX = "_entmax_left_alone"
 # Set on the keys that a cache hands out: its layer, which knows what of them need not be read.
 _CACHE_LAYER = "_entmax_cache_layer"
 
@@ -99,9 +99,9 @@ def entmax_attention_forward(
         ValueError: if the module was neither patched nor left alone on purpose.
     """
     heads, observers = heads_in_effect(module), observers_of(module)
-    if heads is None and not getattr(module, LEFT_ALONE, False) and not is_observed(module):
+    if heads is None and not getattr(module, KEEPS_SOFTMAX, False) and not is_observed(module):
         raise ValueError(
-            f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {CHILD!r}. Call "
+            f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but carries no {HEADS_MODULE!r}. Call "
             "hf_entmax.patch_model(model), or load a checkpoint that was saved from a patched model with hf_entmax imported."
         )
     refuse_context_parallel()
@@ -171,7 +171,7 @@ def entmax_attention_forward(
 
 def heads_in_effect(module: nn.Module) -> nn.Module | None:
     """Return the numbers that an attention module computes with now: its child, or alpha 1 inside `softmax_attention`."""
-    heads = module._modules.get(CHILD)
+    heads = module._modules.get(HEADS_MODULE)
     if heads is None or not runs_softmax(module):
         return heads
     return FixedAlpha(getattr(heads, "original_module", heads).num_heads, 1.0)  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_entmax.alpha import FixedAlpha, LearnedAlpha, MappingOptions, TiedAlpha
 from hf_entmax.config import EntmaxConfig, config_from
-from hf_entmax.integration import attach as attaching
+from hf_entmax.integration.attach import attach, check_selection, detach, heads_of, new_heads, selected_sites
 from hf_entmax.integration.config_hook import CALIBRATION_KEY, CONFIG_KEY, SPARSITY_KEY
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported, unpatched_softmax
-from hf_entmax.integration.interface import CHILD, IMPLEMENTATION
+from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION
 from hf_entmax.integration.output_loss import check_output, install_output, remove_output
 from hf_entmax.integration.scaled_query import length_scaling_of
 from hf_entmax.integration.softmax_blocks import runs_softmax, softmax_block
@@ -70,11 +70,11 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
             "hf_entmax.unpatch_model(model) first to patch it differently."
         )
     sites = attention_sites(model)
-    attaching.check_selection(model, sites, config)
+    check_selection(model, sites, config)
     check_output(model, config)
-    for site in attaching.selected_sites(model, sites, config):
-        attaching.new_heads(site, config)  # whatever is wrong with the options is found before anything changes
-    attaching.attach(model, config)
+    for site in selected_sites(model, sites, config):
+        new_heads(site, config)  # whatever is wrong with the options is found before anything changes
+    attach(model, config)
     configs = _patched_configs(model)
     setattr(model, _PREVIOUS, [(c, c._attn_implementation) for c in configs])
     for model_config in configs:
@@ -113,7 +113,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     remove_output(model)
     previous = [pair for submodel in _submodels(model) for pair in submodel.__dict__.pop(_PREVIOUS, ())]
     configs = _patched_configs(model)
-    attaching.detach(model)
+    detach(model)
     for model_config in configs:
         for key in (CONFIG_KEY, CALIBRATION_KEY, SPARSITY_KEY):
             if hasattr(model_config, key):
@@ -241,7 +241,7 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
                 module.set_(float(values))
         return
     every = attention_sites(model)
-    sites = [s for s in every if isinstance(attaching.heads_of(s), (LearnedAlpha, TiedAlpha))]
+    sites = [s for s in every if isinstance(heads_of(s), (LearnedAlpha, TiedAlpha))]
     present = sorted({s.site for s in sites})
     by_site = values if isinstance(values, Mapping) else dict.fromkeys(present, values)
     if unknown := sorted(set(by_site) - set(present)):
@@ -265,7 +265,7 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
             )
         planned += rows
     for site, row in planned:
-        heads = attaching.heads_of(site)
+        heads = heads_of(site)
         if isinstance(heads, LearnedAlpha) and heads.a.numel() == 1 and row.ndim:
             row = row.mean()
         if isinstance(heads, LearnedAlpha):
@@ -282,7 +282,7 @@ def mapping_options(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
         raise ValueError("This model uses entmax, which has no mapping options; see hf_entmax.alphas(model).")
     table: dict[str, dict[str, list[Tensor]]] = {}
     for site in attention_sites(model):
-        heads = attaching.heads_of(site)
+        heads = heads_of(site)
         if isinstance(heads, MappingOptions):
             for name, value in heads().items():
                 row = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(site.num_heads)
@@ -310,7 +310,7 @@ def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
     """
     entmax_config(model)
     sites = attention_sites(model)
-    scalings = [(site, length_scaling_of(attaching.heads_of(site))) for site in sites]
+    scalings = [(site, length_scaling_of(heads_of(site))) for site in sites]
     table: dict[str, dict[str, Tensor]] = {}
     for site, scaling in scalings:
         for name, values in scaling.named_parameters() if scaling is not None else ():
@@ -334,7 +334,7 @@ def restore(model: PreTrainedModel) -> None:
     """Patch a freshly built model as its configuration says; called for every model that Transformers builds."""
     config = EntmaxConfig.from_dict(getattr(model.config, CONFIG_KEY))
     check_supported(model)
-    attaching.attach(model, config)
+    attach(model, config)
     _keep_float32(model, config)
     install_output(model, config)
     model.add_model_tags(list(MODEL_TAGS))
@@ -352,7 +352,7 @@ def adopt(model: PreTrainedModel) -> None:
     config = EntmaxConfig.from_dict(found[0])
     selects = config.sites is not None or config.layers is not None or config.exclude
     sites = attention_sites(model)
-    if selects or config.tie in ("site", "model") or any(attaching.heads_of(site) is None for site in sites):
+    if selects or config.tie in ("site", "model") or any(heads_of(site) is None for site in sites):
         if config.output_alpha is not None or config.output_mapping is not None:
             raise ValueError(
                 f"A part of this {type(model).__name__} was patched with an output loss, which the whole would silently replace by "
@@ -404,10 +404,10 @@ def _patched_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """
     configs = {id(model.config): model.config}
     for submodel in _submodels(model):
-        if any(attaching.heads_of(site) is not None for site in attention_sites(submodel)):
+        if any(heads_of(site) is not None for site in attention_sites(submodel)):
             configs[id(submodel.config)] = submodel.config
     for site in attention_sites(model):
-        if attaching.heads_of(site) is not None:
+        if heads_of(site) is not None:
             own: Any = site.module.config
             configs[id(own)] = own
     return list(configs.values())
@@ -418,11 +418,11 @@ def _keep_float32(model: PreTrainedModel, config: EntmaxConfig) -> None:
     if config.alpha_dtype != "float32":
         return
     model.__dict__.setdefault(_PREVIOUS_FP32, model._keep_in_fp32_modules_strict)
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), HEADS_MODULE}
 
 
 def _alpha_row(site: AttentionSite) -> Tensor:
-    heads = attaching.heads_of(site)
+    heads = heads_of(site)
     value = 1.0 if heads is None or runs_softmax(site.module) else heads()
     if isinstance(value, Tensor):
         return value

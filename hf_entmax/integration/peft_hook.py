@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_entmax.integration.config_hook import CONFIG_KEY, require
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.output_loss import output_losses
 
 _STATE_KEY = "entmax_state"
@@ -188,11 +188,11 @@ def _warn_of_frozen_alphas(model: Any, peft_config: Any) -> None:
     """Say that PEFT froze learned alphas. It is no error: an adapter over alphas that are learned already is as usual."""
     if getattr(peft_config, "inference_mode", False):
         return
-    alphas = [p for name, p in model.named_parameters() if f".{CHILD}." in name]
+    alphas = [p for name, p in model.named_parameters() if f".{HEADS_MODULE}." in name]
     if alphas and not any(p.requires_grad for p in alphas):
         warnings.warn(
             f"PEFT froze all learned alphas of this model: they stay as they are. To train them give {type(peft_config).__name__}"
-            f"(modules_to_save=[{CHILD!r}], ...).",
+            f"(modules_to_save=[{HEADS_MODULE!r}], ...).",
             stacklevel=4,
         )
 
@@ -234,10 +234,10 @@ def _make_ready(model: Any, peft_config: Any) -> None:
             "The alphas of this base are not those that the adapter was trained over: they were replaced by the adapter's.",
             stacklevel=4,
         )
-    elif CHILD not in (getattr(peft_config, "modules_to_save", None) or ()):  # else it has alphas of its own
+    elif HEADS_MODULE not in (getattr(peft_config, "modules_to_save", None) or ()):  # else it has alphas of its own
         raise ValueError(
             "This adapter was trained over other alphas than the base has, and another adapter on the base needs those. Load "
-            f"each over a base of its own, or train adapters with modules_to_save=[{CHILD!r}], which keeps the alphas of each."
+            f"each over a base of its own, or train adapters with modules_to_save=[{HEADS_MODULE!r}], which keeps the alphas of each."
         )
 
 
@@ -251,13 +251,13 @@ def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
     """Return the base's own learned numbers by plain name, whatever PEFT wrapped them in."""
     numbers = {}
     for name, parameter in base.named_parameters():
-        if f".{CHILD}." in name and ".modules_to_save." not in name:
+        if f".{HEADS_MODULE}." in name and ".modules_to_save." not in name:
             numbers[name.replace(".original_module.", ".")] = parameter.detach().float().cpu()
     return numbers
 
 
 def _load_numbers(model: nn.Module, state: dict[str, list[Any]]) -> None:
-    own = {name: parameter for name, parameter in model.named_parameters() if f".{CHILD}." in name}
+    own = {name: parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in name}
     stored = {name: torch.tensor(values) for name, values in state.items()}
     if set(own) != set(stored) or any(own[name].shape != values.shape for name, values in stored.items()):
         raise ValueError(

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_entmax.generation.members import output_alpha_of
 from hf_entmax.integration.discovery import unwrapped
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import count_labels, divides_by_items, shifts_labels
 from hf_entmax.integration.output_loss import output_losses
 from hf_entmax.integration.patching import is_patched, softmax_attention
@@ -377,7 +377,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
 
 
 def _alphas(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if f".{CHILD}." in f".{name}"]
+    return [parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in f".{name}"]
 
 
 def trained_alphas(model: nn.Module) -> list[nn.Parameter]:

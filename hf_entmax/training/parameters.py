@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 
 # What the Trainer leaves without weight decay: biases and the scales of normalisation layers.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -55,7 +55,7 @@ def alpha_parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if f".{CHILD}." in f".{name}":
+        if f".{HEADS_MODULE}." in f".{name}":
             group = "length_scaling" if ".length_scaling." in name else "alpha"
         else:
             group = "weights" if name in decayed else "no_decay"

@@ -32,7 +32,7 @@ from common.sentences import (
 )
 from common.seq2seq import bleu_and_chrf, encode_pairs, translate
 from hf_entmax.analysis.reading import tables
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 
 _TEXT_QUALITY = "bleu chrf perplexity epsilon_perplexity"
 _TEXT_HEADS = (
@@ -253,8 +253,8 @@ def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
     """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
     from peft import LoraConfig, get_peft_model
 
-    learned = any(f".{CHILD}." in name for name, _ in model.named_parameters())
-    options: dict[str, Any] = {"modules_to_save": [CHILD]} if learned else {}
+    learned = any(f".{HEADS_MODULE}." in name for name, _ in model.named_parameters())
+    options: dict[str, Any] = {"modules_to_save": [HEADS_MODULE]} if learned else {}
     options |= {"task_type": kind.adapters, "target_modules": "all-linear"}
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))
 

@@ -32,7 +32,7 @@ from transformers.trainer_callback import ExportableState
 from common.folder import write
 from common.settings import RunSettings
 from hf_entmax import entmax_config, is_patched
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import shifts_labels
 from hf_entmax.training import AlphaLoggingCallback, SmoothedEntmaxLoss, alpha_parameter_groups
 
@@ -162,7 +162,7 @@ class RecipeTrainer(Seq2SeqTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Give alphas their own rate, and no decay."""
         model, settings = self.model if model is None else model, self.settings
-        if any(p.requires_grad and f".{CHILD}." in f".{name}" for name, p in model.named_parameters()):
+        if any(p.requires_grad and f".{HEADS_MODULE}." in f".{name}" for name, p in model.named_parameters()):
             if self.optimizer is None:
                 groups = alpha_parameter_groups(model, settings.lr, settings.alpha_lr, settings.weight_decay)
                 self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, self.args.adam_beta2))

@@ -275,7 +275,7 @@ def test_whoever_wants_dense_weights_gets_them(form):
 def test_the_key_of_an_attention_sink_is_not_shown(form):
     form.sparse()
     built = model("bert", alpha=1.5)
-    module = next(m for m in built.modules() if interface.CHILD in m._modules)
+    module = next(m for m in built.modules() if interface.HEADS_MODULE in m._modules)
     query, key, value = torch.randn(2, 4, 6, 8) * SHARP, torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
     seen = []
     for sparse in (True, False):

@@ -379,18 +379,18 @@ def test_adapters_do_not_change_the_search():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_is_claimed_follows_from_what_is_known(alone):
-    from hf_entmax.generation.results import Findings
+    from hf_entmax.generation.results import SearchState
 
     tolerance, half = 1e-3, math.log(0.5)
 
     def claims(best=half, **known):
-        result = Findings(finished=[(best, [EOS])], **known).result(tolerance)
+        result = SearchState(finished=[(best, [EOS])], **known).result(tolerance)
         return result.optimal, result.exhaustive
 
     assert claims(dead_mass=0.0) == (True, True)
     # Continuations that were all forbidden leave something unlisted, though nothing that could be more probable.
     assert claims(dead_mass=0.5) == (True, False)
-    assert Findings(finished=[(half, [EOS])], dead_mass=0.5).result(tolerance).pruned_mass == 0.5
+    assert SearchState(finished=[(half, [EOS])], dead_mass=0.5).result(tolerance).pruned_mass == 0.5
     # As probable as what was dropped, or better by less than the tolerance, is no proof; nor is being worse by as little.
     for factor, optimal in (
         (1 - tolerance / 2, False),
@@ -400,15 +400,15 @@ def test_what_is_claimed_follows_from_what_is_known(alone):
     ):
         rival = {"pruned_log_probability": half} if alone else {"unfinished": [(half, [5])]}
         assert claims(best=half + math.log(factor), **rival) == (optimal, False), factor
-    assert Findings(unfinished=[(half, [5])]).result(tolerance).optimal is False
-    assert Findings().result(tolerance).exhaustive is False
+    assert SearchState(unfinished=[(half, [5])]).result(tolerance).optimal is False
+    assert SearchState().result(tolerance).exhaustive is False
 
 
 def test_an_input_is_given_up_only_when_its_best_hypotheses_can_no_longer_change():
     from hf_entmax.generation.beam import _close_decided
-    from hf_entmax.generation.results import Findings
+    from hf_entmax.generation.results import SearchState
 
-    found = Findings([(math.log(0.4), [EOS]), (math.log(0.1), [5, EOS])], [], math.log(0.01), 0.01)
+    found = SearchState([(math.log(0.4), [EOS]), (math.log(0.1), [5, EOS])], [], math.log(0.01), 0.01)
     live = torch.tensor([[math.log(0.3), -math.inf]], dtype=torch.float64)
     _close_decided([found], live)
     assert live[0, 0] == math.log(0.3) and found.pruned_mass == 0.01

@@ -19,7 +19,7 @@ from hf_entmax.analysis.statistics.site import LayerInfo, SiteStatistics
 from hf_entmax.batches.prepare import BatchInfo, evaluation_mode, prepare_batch
 from hf_entmax.integration.card import scaling_in_words
 from hf_entmax.integration.discovery import AttentionSite, attention_sites
-from hf_entmax.integration.interface import CHILD
+from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.integration.patching import is_patched
 
@@ -346,13 +346,13 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
 def _alphas(model: Any, statistics: AttentionStatistics) -> dict[str, Tensor]:
     """Alpha by site, one row per layer; layers that keep their softmax have 1."""
     modules = {module.name: module for module in attention_sites(model)}
-    if not any(CHILD in module.module._modules for module in modules.values()):
+    if not any(HEADS_MODULE in module.module._modules for module in modules.values()):
         return {}
     result = {}
     for name, site in statistics.sites.items():
         rows = []
         for info in site.layers:
-            heads = modules[info.name].module._modules.get(CHILD)
+            heads = modules[info.name].module._modules.get(HEADS_MODULE)
             value = heads() if heads is not None else 1.0
             if isinstance(value, Mapping):  # another mapping than entmax
                 value = float("nan")

@@ -1,4 +1,4 @@
-"""How tokens are written in views, and how numbers are."""
+"""What the drawings of hypotheses share: tokens as text, percentages, an empty figure."""
 
 from __future__ import annotations
 

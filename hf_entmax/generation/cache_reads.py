@@ -1,4 +1,4 @@
-"""What decoding with a sketch read, and what it proved to be zero."""
+"""What decoding with a sketch read of its cache, and what it proved to have weight zero."""
 
 from __future__ import annotations
 
