@@ -70,7 +70,7 @@ class EntmaxConfig:
         ValueError: if a value is outside what is allowed; the message says what was given and what is allowed.
         TypeError: if a value is of the wrong type.
 
-    Example:
+    Examples:
         >>> from hf_entmax import EntmaxConfig
         >>> config = EntmaxConfig(alpha=1.5, sites=("cross",))
         >>> config.replace(alpha=2.0).alpha

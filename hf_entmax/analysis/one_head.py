@@ -1,4 +1,4 @@
-"""One head on one's own sentence, and what happens without it: what one does after the report."""
+"""Look at one head on a sentence of one's own, and run a model without some heads: the steps after the report."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def head(
     Raises:
         ValueError: if there is no such head, or the batch has more than one row.
 
-    Example:
+    Examples:
         >>> view = head(model, 3, 1, "The cat sat.", tokenizer=tokenizer)  # doctest: +SKIP
         >>> view.frame().head(), view.fires  # doctest: +SKIP
     """

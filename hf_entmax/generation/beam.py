@@ -64,7 +64,7 @@ def beam_search(
             different vocabularies, a model without end-of-sequence token, a quantized cache, or logits that are NaN.
         TypeError: if a model cannot generate or the inputs are no dictionary.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.generation import beam_search
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -55,7 +55,7 @@ class ExactSparseCache(Cache):
     Raises:
         ValueError: if the model is not patched, has a mapping without a threshold, or an option is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> import hf_entmax

@@ -131,7 +131,7 @@ def unpatched_softmax(model: nn.Module) -> list[str]:
         Dotted names in module order. For a model that `patch_model` accepts, this is all that stays a softmax when
         every site is patched; for one that it refuses, its own attention is among them.
 
-    Example:
+    Examples:
         >>> from transformers import SiglipVisionConfig, SiglipVisionModel
         >>> import hf_entmax
         >>> config = SiglipVisionConfig(

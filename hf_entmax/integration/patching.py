@@ -38,7 +38,7 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
     model goes on to train, generate, save and load as before; a saved checkpoint can only be loaded where hf_entmax
     is imported.
 
-    What has a softmax outside its attention, such as a pooling head, keeps it and is named in a warning (see
+    Modules with a softmax outside attention, such as a pooling head, keep it; a warning names them (see
     ``unpatched_softmax``).
 
     Args:
@@ -54,7 +54,7 @@ def patch_model(model: ModelT, config: EntmaxConfig | Mapping[str, Any] | None =
         ValueError: if the model is patched already, cannot be patched (the message says why), or an option is out of
             range. The model is then as it was.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -100,7 +100,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     Raises:
         ValueError: if the model is not patched.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -136,7 +136,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 def is_patched(model: object) -> bool:
     """Check whether a model (or the model inside a wrapper) or a part of it carries an entmax configuration.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -188,7 +188,7 @@ def alphas(model: PreTrainedModel, *, detach: bool = True) -> dict[str, Tensor]:
     Raises:
         ValueError: if the model is not patched, or its mapping has no alpha.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -219,7 +219,7 @@ def set_alphas(model: PreTrainedModel, values: float | Mapping[str, Tensor | flo
     Raises:
         ValueError: if the model is not patched, a site is unknown, a shape does not fit, or a number is out of range.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -301,7 +301,7 @@ def length_scalings(model: PreTrainedModel) -> dict[str, dict[str, Tensor]]:
     Raises:
         ValueError: if the model is not patched.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))
@@ -376,7 +376,7 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: if the model is not patched; when it runs with gradients and checkpoints its layers.
 
-    Example:
+    Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> import hf_entmax
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=10))

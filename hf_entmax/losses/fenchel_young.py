@@ -135,7 +135,7 @@ def entmax_loss(
         ValueError: for alpha below 1, labels out of range or of the wrong shape, an unknown reduction.
         TypeError: for labels, alpha or logits of an unsuitable dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.losses import entmax_loss
         >>> logits = torch.tensor([[2.0, 0.5, -1.0]], requires_grad=True)

@@ -248,7 +248,7 @@ def linear_entmax_loss(
             ``entmax_loss`` refuses.
         TypeError: for dtypes that do not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.losses import linear_entmax_loss
         >>> hidden, weight = torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])

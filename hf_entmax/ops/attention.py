@@ -72,7 +72,7 @@ def entmax_attention(
     Reference:
         Correia, Niculae, Martins (2019), Adaptively Sparse Transformers, eq. 8-10.
 
-    Example:
+    Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 5, 8)                    # [B, H, T, D] each
         >>> alpha = torch.tensor([1.0, 1.3, 1.5, 2.0])                        # one per head
         >>> out, weights = entmax_attention(query, key, value, alpha, is_causal=True, need_weights=True)

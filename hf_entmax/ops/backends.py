@@ -37,7 +37,7 @@ def available_backends() -> dict[str, str]:
     Returns:
         A dict from backend name to a sentence that begins with "available" or "unavailable". Nothing heavy is imported.
 
-    Example:
+    Examples:
         >>> available_backends()["torch"]
         'available: the dense reference path, on every device and dtype'
     """

@@ -166,7 +166,7 @@ def entmax(
     Differentiable in ``scores`` and ``alpha`` any number of times, including at ``alpha = 1``; works under
     ``torch.func``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.ops import entmax
         >>> entmax(torch.tensor([[2.0, 1.5, 0.0], [0.0, 0.0, 0.0]]), alpha=1.5)
@@ -266,7 +266,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
     Arguments, result and errors are those of `entmax`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.ops import sparsemax
         >>> sparsemax(torch.tensor([2.0, 1.5, 0.0]))
@@ -281,7 +281,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 def entmax15(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     """Map scores by entmax at ``alpha = 1.5``; arguments, result and errors are those of `entmax`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.ops import entmax15
         >>> entmax15(torch.tensor([2.0, 1.5, 0.0]))
@@ -300,7 +300,7 @@ class Entmax(nn.Module):
         alpha: ``>= 1``; a float, or a tensor or parameter broadcastable to the scores (see `entmax`).
         dim: the dimension along which the probabilities sum to 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.ops import Entmax
         >>> Entmax(alpha=1.3)(torch.tensor([2.0, 1.5, 0.0]))

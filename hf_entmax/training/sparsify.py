@@ -159,7 +159,7 @@ def sparsify(
         ValueError: if an argument is out of range or would have no effect, there are too few batches, the model learns no
             alphas, or the goal is out of reach for the search. The model is then as it was before the search.
 
-    Example:
+    Examples:
         >>> report = sparsify(model, batches, max_loss_increase=0.02)  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
     """

@@ -113,7 +113,7 @@ def collect(
     Reference:
         Correia, Niculae, Martins 2019, section 5.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import BertConfig, BertModel
         >>> from hf_entmax import patch_model

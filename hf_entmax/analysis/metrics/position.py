@@ -54,7 +54,7 @@ def positional_confidence(
     Reference:
         Correia, Niculae, Martins 2019, section 5.2 and figure 7.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.analysis import positional_confidence
         >>> weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.5, 0.5]]]])  # one head, three tokens

@@ -82,7 +82,7 @@ def register_statistic(
         ValueError: if the name is taken or no identifier, or the function fails a check: the shape, finite numbers, no influence
             of other heads, other sentences or padding, weights left as they were.
 
-    Example:
+    Examples:
         >>> import hf_entmax.analysis as analysis
         >>> analysis.register_statistic("second", lambda weights, pairs: weights.topk(2, -1).values[..., 1], "Second largest weight")
     """
@@ -119,7 +119,7 @@ def register_role(
         ValueError: if the name is taken or no identifier, or the function fails a check: None or a bool tensor of the shape of
             ``inputs.pairs``, no influence of other sentences or of padding, inputs left as they were.
 
-    Example:
+    Examples:
         >>> import hf_entmax.analysis as analysis
         >>> def before_last(inputs):
         ...     return None if inputs.site == "cross" else inputs.pairs.tril(-2) & ~inputs.pairs.tril(-3)

@@ -71,7 +71,7 @@ def density(
     Reference:
         Correia, Niculae, Martins 2019, "Adaptively Sparse Transformers", section 5.1 and figures 4 and 5.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.analysis import density
         >>> weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.5, 0.5]]]])  # one head, three tokens
@@ -200,7 +200,7 @@ def head_diversity(
     Reference:
         Correia, Niculae, Martins 2019, equation 11 and figure 6.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_entmax.analysis import head_diversity
         >>> apart = torch.eye(2).expand(1, 2, 2).clone().view(1, 2, 1, 2)  # two heads that share no key

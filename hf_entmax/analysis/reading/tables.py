@@ -45,7 +45,7 @@ def read_rows(where: str, columns: Sequence[str], blank: bool = False) -> list[T
         where: a ``.tsv``, ``.csv`` or ``.jsonl`` file (also ``.gz``), a ``.parquet`` file, or
             ``hub:OWNER/NAME[#CONFIG]@SPLIT`` for what ``datasets`` can load, also from a folder. A table whose first row is a
             header (see `hf_entmax.analysis.reading.records.is_header`) must name all the columns in it. In any other, which
-            must have just as many, the columns are taken in order, and said so.
+            must have exactly as many, the columns are taken in order, and a message says so.
         columns: their names; a number names a column of a table by its place, from 0.
         blank: whether a field may be empty.
 

@@ -44,7 +44,7 @@ def write_report(
         TypeError: not statistics. ValueError: an empty sequence, statistics without any site, or a score that is not one
             number per model.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from transformers import GPT2Config, GPT2Model
         >>> from hf_entmax.analysis import collect, write_report

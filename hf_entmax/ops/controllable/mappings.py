@@ -123,7 +123,7 @@ def sparsegen_lin(scores: Tensor, lam: float | Tensor = 0.0, dim: int = -1, mask
     Reference:
         L18, section 3.1.
 
-    Example:
+    Examples:
         >>> scores = torch.tensor([0.6, 0.4, 0.1])
         >>> sparsegen_lin(scores), sparsegen_lin(scores, lam=0.8)
         (tensor([0.5667, 0.3667, 0.0667]), tensor([1., 0., 0.]))
@@ -235,7 +235,7 @@ def sparsehourglass(scores: Tensor, q: float | Tensor = 1.0, dim: int = -1, mask
     Reference:
         L18, section 3.3.
 
-    Example:
+    Examples:
         >>> sparsehourglass(torch.tensor([0.6, 0.4, -0.1]), q=1.0)
         tensor([0.6026, 0.3974, 0.0000])
     """
@@ -345,7 +345,7 @@ def softmax(scores: Tensor, temperature: float | Tensor = 1.0, dim: int = -1, ma
     Reference:
         L18, section 2.
 
-    Example:
+    Examples:
         >>> softmax(torch.tensor([0.6, 0.4, 0.1]), temperature=0.1)
         tensor([0.8756, 0.1185, 0.0059])
     """

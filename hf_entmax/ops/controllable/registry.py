@@ -165,7 +165,7 @@ def register_mapping(
             one of the checks that the mappings of this package pass: shape, no negative weights, rows that sum to 1, no
             overflow, no influence of masked keys or of the order of keys, one value per head, and gradients.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import hf_entmax
         >>> from hf_entmax.ops.controllable import Interval

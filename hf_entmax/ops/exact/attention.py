@@ -88,7 +88,7 @@ def exact_sparse_attention(
         RuntimeError: if a gradient or a transform of ``torch.func`` (vmap) is asked for: there is none. Call it under
             ``torch.no_grad()``, or `entmax_attention`.
 
-    Example:
+    Examples:
         >>> query, key, value = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64)
         >>> out, counts = exact_sparse_attention(4 * query, sketch_keys(key), key, value, 1.5)
         >>> expected, _ = entmax_attention(4 * query, key, value, 1.5)
