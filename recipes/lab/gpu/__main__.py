@@ -3,7 +3,7 @@
     python -m recipes.lab.gpu --out gpu-results                      # everything, 25 minutes
     python -m recipes.lab.gpu --out gpu-results --minutes 9          # again and again: goes on where it stopped
     python -m recipes.lab.gpu --out gpu-results --parts correctness timings
-    python -m recipes.lab.gpu --out /tmp/tiny --tiny                 # a test of this program: tiny, in Triton's interpreter
+    python -m recipes.lab.gpu --out gpu-tiny --tiny                 # a test of this program: tiny, in Triton's interpreter
     python -m recipes.lab.gpu --out gpu-results --parts compiled     # needs no GPU: registers, spills, shared memory
 
 Each part is a process of its own with a limit: a crash or an error of the device costs that part the case it met, no other part
