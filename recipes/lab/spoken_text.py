@@ -1,0 +1,148 @@
+"""Speech with known words, and where they are known their times: text spoken by programs, or recordings with TextGrids.
+
+    apt-get install festival festvox-us-slt-hts flite espeak-ng
+    python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/train.en.gz data/train --clips 200 --seed 1
+    python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/test_2016_flickr.en.gz data/test --clips 40 --seed 2 --voices festival
+    python -m recipes.lab.spoken_text textgrids recordings data/real
+
+``speak`` has each clip spoken by one voice: a few lines of the text, at a speed of its own, half of the clips with white noise. Festival
+says when each word begins and ends. ``textgrids`` reads wav or flac files beside TextGrids with a tier ``words``, or beside a
+``.lab`` with the words alone. Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file beside it), ``text``, ``voice`` and,
+where they are known, ``words``: lists of a word, its start and its end in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from common.audio import RATE, read_audio
+from hf_entmax.analysis.reading.tables import find, read_lines
+
+FESTIVAL = """(voice_cmu_us_slt_arctic_hts)
+(set! spoken (utt.synth (Utterance Text {text})))
+(utt.save.wave spoken {wave} 'riff)
+(mapcar
+  (lambda (word) (format t "%s\\t%f\\t%f\\n" (item.name word) (item.feat word "word_start") (item.feat word "word_end")))
+  (utt.relation.items spoken 'Word))
+"""
+VOICES = ("festival", "flite:rms", "flite:slt", "flite:awb", "flite:kal16", "espeak-ng:en-us", "espeak-ng:en-gb")
+LONGEST = 28.0  # seconds: Whisper hears 30
+
+
+def speak(text: str, voice: str, wave: Path) -> list[tuple[str, float, float]]:
+    """Have a text spoken into a wav file; returns the words with their times, which festival alone knows."""
+    program, _, name = voice.partition(":")
+    quoted = json.dumps(text)
+    commands = {
+        "festival": ["festival", "--pipe"],
+        "flite": ["flite", "-voice", name, "-t", text, "-o", str(wave)],
+        "espeak-ng": ["espeak-ng", "-v", name, "-w", str(wave), text],
+    }
+    script = FESTIVAL.format(text=quoted, wave=json.dumps(str(wave)))
+    try:
+        done = subprocess.run(commands[program], input=script, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"{program} is not installed: apt-get install {program}, or leave it out of --voices."
+        ) from error
+    words: list[tuple[str, float, float]] = []
+    for line in done.stdout.splitlines() if program == "festival" else ():
+        word, start, end = line.split("\t")
+        if word.startswith("'") and words:  # 's has no time of its own
+            words[-1] = (words[-1][0] + word, *words[-1][1:])
+        else:
+            words.append((word, float(start), float(end)))
+    return words
+
+
+def read_textgrid(path: Path) -> list[tuple[str, float, float]]:
+    """Return the intervals with a word of the first tier called ``words``, of a TextGrid in either of Praat's two forms."""
+    data = path.read_bytes()
+    text = data.decode("utf-16" if data[:2] in (b"\xfe\xff", b"\xff\xfe") else "utf-8")
+    text = re.sub(r"\b(\w+ = |\w+ \[\d*\]:?|\w+: size = )", " ", text)  # the long form names what it lists
+    tiers = text.split('"IntervalTier"')[1:]
+    tier = next((tier for tier in tiers if "words" in tier.split('"')[1]), "")
+    found = re.findall(r'([\d.]+)\s+([\d.]+)\s+"([^"]*)"', tier)
+    return [(word.strip(), float(start), float(end)) for start, end, word in found if word.strip()]
+
+
+def changed(samples: np.ndarray, rng: random.Random) -> tuple[np.ndarray, float]:
+    """Play faster or slower by at most a tenth, and add white noise to half of the clips; returns the factor of the times."""
+    size = round(len(samples) * rng.uniform(0.9, 1.1))
+    samples = np.interp(np.linspace(0, len(samples) - 1, size), np.arange(len(samples)), samples)
+    if rng.random() < 0.5:
+        loudness = np.sqrt(np.mean(samples**2)) * 10 ** (-rng.uniform(10, 30) / 20)
+        samples = samples + loudness * np.random.default_rng(rng.getrandbits(32)).standard_normal(size)
+    return samples / max(1.0, np.abs(samples).max()), size
+
+
+def spoken_clips(settings: argparse.Namespace) -> Any:
+    """The clips of ``speak``, each as samples, text, voice and words."""
+    rng = random.Random(settings.seed)
+    lines = read_lines(find(settings.text))
+    rng.shuffle(lines)
+    for number in range(settings.clips):
+        voice = settings.voices[number % len(settings.voices)]
+        text = " ".join(lines.pop() for _ in range(rng.randint(1, settings.lines)))
+        with tempfile.TemporaryDirectory() as scratch:
+            wave = Path(scratch) / "spoken.wav"
+            words = speak(text, voice, wave)
+            original = read_audio(wave)
+        samples, size = changed(original, rng)
+        factor = size / len(original)
+        if size <= LONGEST * RATE:
+            yield samples, text, voice, [(word, start * factor, end * factor) for word, start, end in words]
+
+
+def recorded_clips(settings: argparse.Namespace) -> Any:
+    """The clips of ``textgrids``."""
+    for path in sorted(p for p in settings.folder.iterdir() if p.suffix in (".wav", ".flac")):
+        grid, lab = path.with_suffix(".TextGrid"), path.with_suffix(".lab")
+        words = read_textgrid(grid) if grid.exists() else []
+        if not words and not lab.exists():
+            print(f"{path}: left out, its words are not known")
+            continue
+        text = lab.read_text(encoding="utf-8").strip() if lab.exists() else " ".join(word for word, *_ in words)
+        yield read_audio(path), text, "recording", words
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    spoken = commands.add_parser("speak", help="text spoken by programs")
+    spoken.add_argument("text", help="file of lines")
+    spoken.add_argument("out", type=Path)
+    spoken.add_argument("--clips", type=int, default=200)
+    spoken.add_argument("--lines", type=int, default=6, help="a clip has one to so many")
+    spoken.add_argument("--voices", nargs="+", default=VOICES, choices=VOICES, help="in turns")
+    spoken.add_argument("--seed", type=int, default=0)
+    grids = commands.add_parser("textgrids", help="recordings with TextGrids or transcripts beside them")
+    grids.add_argument("folder", type=Path)
+    grids.add_argument("out", type=Path)
+    settings = parser.parse_args(arguments)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    seconds = 0.0
+    with (settings.out / "manifest.jsonl").open("w", encoding="utf-8") as manifest:
+        clips = {"speak": spoken_clips, "textgrids": recorded_clips}[settings.command](settings)
+        for number, (samples, text, voice, words) in enumerate(clips):
+            path = settings.out / f"{number:04}.flac"
+            soundfile.write(path, samples, RATE)
+            times = [[word, round(start, 4), round(end, 4)] for word, start, end in words]
+            record = {"audio": path.name, "text": text, "voice": voice} | ({"words": times} if times else {})
+            manifest.write(json.dumps(record, ensure_ascii=False) + "\n")
+            seconds += len(samples) / RATE
+    print(f"{settings.out / 'manifest.jsonl'}: {seconds / 60:.1f} minutes of speech")
+
+
+if __name__ == "__main__":
+    main()

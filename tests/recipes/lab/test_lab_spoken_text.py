@@ -1,0 +1,77 @@
+"""Speech with known words: TextGrids in both of Praat's forms, and text spoken by festival where it is installed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import soundfile
+
+from recipes.lab import spoken_text
+
+LONG = """File type = "ooTextFile"
+Object class = "TextGrid"
+
+xmin = 0
+xmax = 1.5
+tiers? <exists>
+size = 2
+item []:
+    item [1]:
+        class = "IntervalTier"
+        name = "speaker - words"
+        xmin = 0
+        xmax = 1.5
+        intervals: size = 3
+        intervals [1]:
+            xmin = 0
+            xmax = 0.5
+            text = ""
+        intervals [2]:
+            xmin = 0.5
+            xmax = 0.75
+            text = "to"
+        intervals [3]:
+            xmin = 0.75
+            xmax = 1.5
+            text = "be"
+    item [2]:
+        class = "IntervalTier"
+        name = "speaker - phones"
+        xmin = 0
+        xmax = 1.5
+        intervals: size = 1
+        intervals [1]:
+            xmin = 0
+            xmax = 1.5
+            text = "T"
+"""
+SHORT = '"IntervalTier"\n"words"\n0\n1.5\n3\n0\n0.5\n""\n0.5\n0.75\n"to"\n0.75\n1.5\n"be"\n"IntervalTier"\n"phones"\n0\n1.5\n1\n0\n1.5\n"T"\n'
+
+
+def test_recordings_with_textgrids_and_with_transcripts(tmp_path, capsys):
+    for name, text in (("long", LONG), ("short", SHORT)):
+        (tmp_path / f"{name}.TextGrid").write_text(text, encoding="utf-16" if name == "long" else "utf-8")
+    (tmp_path / "transcript.lab").write_text("or not\n")
+    for name in ("long", "short", "transcript", "unknown"):
+        soundfile.write(tmp_path / f"{name}.wav", np.zeros(24_000), 16_000)
+    spoken_text.main(["textgrids", str(tmp_path), str(tmp_path / "out")])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["to be", "to be", "or not"]
+    assert rows[0]["words"] == rows[1]["words"] == [["to", 0.5, 0.75], ["be", 0.75, 1.5]] and "words" not in rows[2]
+    assert "unknown.wav: left out" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("festival") is None, reason="festival is not installed")
+def test_festival_says_when_each_word_was_said(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The man's dog isn't here.\n" * 4)
+    spoken_text.main(
+        ["speak", str(text), str(tmp_path / "out"), "--clips", "2", "--lines", "1", "--voices", "festival"]
+    )
+    for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        seconds = soundfile.info(tmp_path / "out" / row["audio"]).duration
+        assert [word for word, *_ in row["words"]] == ["The", "man's", "dog", "isn't", "here"]
+        times = [time for _, *pair in row["words"] for time in pair]
+        assert times == sorted(times) and 0 < times[0] and times[-1] < seconds

@@ -1,0 +1,145 @@
+"""The speech recipe, end to end on noise that a tiny Whisper hears, and how sound is read."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers as tf
+from tiny_speech import RATE, tiny_processor, tiny_whisper
+
+import hf_entmax
+import speech
+from common.audio import Collator, read_audio, read_clips
+from common.settings import parse
+
+
+@pytest.fixture
+def data(tmp_path):
+    tiny_whisper().save_pretrained(tmp_path / "tiny")
+    tiny_processor().save_pretrained(tmp_path / "tiny")
+    rng = np.random.default_rng(0)
+    lines = []
+    for number, text in enumerate(("to be", "or not", "to be that", "is it", "a question")):
+        soundfile.write(tmp_path / f"{number}.flac", 0.1 * rng.standard_normal(RATE), RATE)
+        lines.append(f"{number}.flac\t{text}\n")
+    (tmp_path / "clips.tsv").write_text("audio\ttext\n" + "".join(lines))
+    return tmp_path
+
+
+def command(data, **changes):
+    table = str(data / "clips.tsv")
+    given = {
+        "model": str(data / "tiny"),
+        "train": table,
+        "dev": table,
+        "test": table,
+        "out": str(data / "run"),
+        "smoke": "true",
+    }
+    given |= {"batch_size": 4, "warmup": 1, "lr": "1e-3"} | changes
+    return [
+        word
+        for name, value in given.items()
+        for word in (f"--{name}", *([str(value)] if isinstance(value, (str, int)) else value))
+    ]
+
+
+@pytest.mark.slow
+def test_a_sparse_run_with_a_frozen_encoder_can_be_taken_up_again(data):
+    options = {
+        "attention": "learned",
+        "alpha_init": "1.5",
+        "sites": "cross",
+        "freeze_encoder": "true",
+        "distill": "1",
+        "smoke": "false",
+        "epochs": 1,
+    }
+    speech.main(parse(speech.Settings, "", command(data, **options)))
+    result = json.loads((data / "run" / "result.json").read_text())
+    assert (
+        result["steps"] == 2
+        and result["sites"] == "cross"
+        and 0 < result["density_cross"] < 1 == result["density_encoder_self"]
+    )
+    model = tf.AutoModelForSpeechSeq2Seq.from_pretrained(data / "run" / "model")
+    assert hf_entmax.entmax_config(model).sites == ("cross",) and tf.AutoProcessor.from_pretrained(
+        data / "run" / "model"
+    )
+    before = tf.AutoModelForSpeechSeq2Seq.from_pretrained(data / "tiny").state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, model.state_dict()[name])}
+    assert changed and not any(name.startswith("model.encoder.") for name in changed)
+    (heard,) = (data / "run").glob("hypotheses.*.txt")
+    first = heard.read_text()
+    speech.main(parse(speech.Settings, "", command(data, **options, resume="true")))  # finished: it only tests again
+    assert heard.read_text() == first
+
+
+@pytest.mark.slow
+def test_a_data_set_with_audio_and_a_softmax(data):
+    sounds = [{"bytes": (data / f"{n}.flac").read_bytes(), "path": None} for n in range(3)]
+    (data / "set").mkdir()
+    features = datasets.Features(
+        {
+            "sound": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
+            "said": datasets.Value("string"),
+        }
+    )
+    table = datasets.Dataset.from_dict({"sound": sounds, "said": ["to be", "or", "not"]}, features=features)
+    table.to_parquet(data / "set" / "train.parquet")
+    where = f"hub:{data / 'set'}@train"
+    options = {"train": where, "dev": where, "test": [where], "audio": "sound", "text": "said"}
+    speech.main(parse(speech.Settings, "", command(data, **options)))
+    assert json.loads((data / "run" / "result.json").read_text())["density_cross"] == 1
+    with pytest.raises(ValueError, match="no column text; it has sound, said"):
+        read_clips(where, "sound", "text")
+
+
+def test_what_a_frozen_encoder_makes_of_a_clip_is_its_own(data):
+    model, processor = tiny_whisper(), tiny_processor()
+    clips = read_clips(str(data / "clips.tsv"), "audio", "text")
+    examples = [{"clip": clip, "labels": [5, 6, 7][: 2 + place % 2]} for place, clip in enumerate(clips)]
+    once, plain = Collator(processor, model, frozen=True), Collator(processor, model, frozen=False)
+    for batch in (examples[:2], examples[1:4], examples[:3]):
+        kept, features = once(batch), plain(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**kept).logits, model(**features).logits)
+        assert features["labels"].tolist() == [e["labels"] + [-100] * (3 - len(e["labels"])) for e in batch]
+        assert (features["decoder_input_ids"][:, 0] == model.config.decoder_start_token_id).all()
+
+
+def test_sound_of_any_rate_and_number_of_channels(tmp_path):
+    times = np.arange(44_100) / 44_100
+    tone = 0.5 * np.sin(2 * np.pi * 440 * times)
+    soundfile.write(tmp_path / "tone.wav", np.stack([tone, 0 * tone], 1), 44_100)
+    samples = read_audio(tmp_path / "tone.wav")
+    assert samples.shape == (RATE,) and samples.dtype == np.float32
+    expected = 0.25 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    assert np.abs(samples - expected)[200:-200].max() < 0.003  # the filter rings at the ends
+    assert np.array_equal(read_audio((tmp_path / "tone.wav").read_bytes()), samples)
+
+
+def test_sound_that_cannot_be_used_is_named(tmp_path):
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), RATE)
+    (tmp_path / "text.wav").write_text("no sound")
+    soundfile.write(tmp_path / "long.wav", np.zeros(3 * RATE), RATE)
+    for name, error, says in (
+        ("empty.wav", ValueError, "has no samples"),
+        ("text.wav", ValueError, "no sound that can be read"),
+        ("none.wav", FileNotFoundError, "no audio file"),
+    ):
+        with pytest.raises(error, match=says):
+            read_audio(tmp_path / name)
+    (tmp_path / "clips.tsv").write_text("audio\ttext\nlong.wav\tto be\n")
+    (clip,) = read_clips(str(tmp_path / "clips.tsv"), "audio", "text")
+    with pytest.raises(ValueError, match=r"long\.wav is 3\.0 seconds long, and the model hears 2"):
+        clip.read(2)
+    (tmp_path / "clips.tsv").write_text("audio\ttext\nnone.wav\tto be\n")
+    with pytest.raises(FileNotFoundError, match="1 of 1 sound files are not there"):
+        read_clips(str(tmp_path / "clips.tsv"), "audio", "text")
+    (tmp_path / "clips.tsv").write_text("audio\ttext\nlong.wav\t\n")
+    with pytest.raises(ValueError, match="text is empty"):
+        read_clips(str(tmp_path / "clips.tsv"), "audio", "text")
