@@ -171,7 +171,13 @@ def bench(
 @app.command()
 @_with_options(AnalysisOptions)
 def analyze(
-    model: Annotated[str, Argument(help="A Hub id or a directory; patched or plain softmax.")],
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL...",
+            help="Hub ids or directories, patched or plain softmax; the checkpoints of a training, say.",
+        ),
+    ],
     data: Annotated[
         str | None,
         Option(
@@ -195,6 +201,8 @@ def analyze(
     from hf_entmax.analysis.report.findings import summarize
 
     errors = Console(stderr=True)
+    model, *others = models
+    options["compare"] = [*others, *(options["compare"] or ())]
     result = analyze(
         model, data, scores=scores, warn=lambda text: errors.print(f"[yellow]{escape(text)}[/]"), **options
     )

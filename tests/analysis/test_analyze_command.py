@@ -202,6 +202,16 @@ def test_other_kinds_of_model(folder, tmp_path, kind, task):
     )
 
 
+@pytest.mark.slow
+def test_several_models_are_the_checkpoints_of_a_training(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    models = [folder / "softmax", folder / "learned", folder / "learned"]
+    result = run(*models, "--data", folder / "text.txt", "--out", tmp_path, "--importance", "none", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert len(json.loads((tmp_path / "report.json").read_text())["models"]) == 3
+    assert 'id="figure-over-training"' in (tmp_path / "report.html").read_text()
+
+
 def test_source_only_data_leave_the_decoder_out(folder, tmp_path):
     result = analyze(folder / "learned", folder / "text.txt", out=tmp_path, progress=False, device="cpu", figures=False)
     assert list(result.statistics[0].sites) == ["encoder_self"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import math
 import warnings
 
 import pytest
@@ -187,3 +189,22 @@ def test_dollars_in_a_model_name_are_text(models):
     named = {"runs/$a$ and $b_{": models[0], "x$$": models[1]}
     for draw in (plots.density_by_site, plots.density_histograms, plots.head_diversity):
         draw(named).draw_without_rendering()
+
+
+def test_checkpoints_are_drawn_in_the_order_of_their_steps(models):
+    named = []
+    for step, of in ((20, models[1]), (5, models[1]), (100, models[1])):
+        named.append(copy.copy(of))
+        named[-1].name = f"run/checkpoint-{step}"
+    figure = plots.over_training(named)
+    for axis, expected in ((figure.axes[1], "alphas"), (figure.axes[2], "density")):
+        assert [list(line.get_xdata()) for line in axis.lines] == [[5, 20, 100]] * 3
+        means = {site: float(values.nanmean()) for site, values in getattr(models[1], expected).items()}
+        assert sorted(line.get_ydata()[1] for line in axis.lines) == pytest.approx(sorted(means.values()))
+    roles = [role for site in models[1].sites.values() for row in site.best_roles() for role in row if role]
+    assert sum(line.get_ydata()[0] for line in figure.axes[0].lines) == len(roles)
+    named[0], named[1].name = models[0], named[2].name
+    again = plots.over_training(named)  # names do not tell steps, and the first is a softmax without alphas
+    assert list(again.axes[2].lines[0].get_xdata()) == [0, 1, 2] and math.isnan(again.axes[1].lines[0].get_ydata()[0])
+    with pytest.raises(ValueError, match="2 checkpoints"):
+        plots.over_training(models)

@@ -21,10 +21,11 @@ from hf_entmax.analysis.plots.heads import (
     positional_heads,
 )
 from hf_entmax.analysis.plots.speech import word_times
+from hf_entmax.analysis.plots.training import over_training
 
 __all__ = [
     "alpha_against_density", "alpha_histograms", "alpha_per_head", "alpha_trajectories", "attention_map",
     "attention_maps", "circuit", "density_by_site", "density_histograms", "distance_profile", "entmax_curves",
-    "faithfulness_curves", "head_diversity", "head_importance", "head_roles", "positional_heads", "sorted_density",
-    "word_times",
+    "faithfulness_curves", "head_diversity", "head_importance", "head_roles", "over_training", "positional_heads",
+    "sorted_density", "word_times",
 ]  # fmt: skip

@@ -67,11 +67,13 @@ def _figures(models: Sequence[AttentionStatistics]) -> Iterator[tuple[str, str, 
     about_sorted = "Heads of each layer from the sparsest to the densest."
     about_diversity = "How much the heads of a layer differ from one another."
     about_masking, about_gradient = "What removing each head costs.", "How sensitive the loss is to each head."
+    about_training = "The models in the order of their steps."
     about_maps = "Heads with a clear role on one sentence; nonzero weights are outlined."
     masking, gradient = (main.importance.get(method) for method in ("masking", "gradient"))
     maps = _role_maps(main)
     entries: list[tuple[Any, ...]] = [  # whether it is wanted, identifier, caption, function and its arguments
         (named, "roles", about_roles, plots.head_roles, main),
+        (len(models) > 2, "over-training", about_training, plots.over_training, models),
         (several, "density-sites", "Mean density of each site.", plots.density_by_site, everyone),
         (any(sparse), "density-histogram", "How dense the heads of each site are.", plots.density_histograms, everyone),
         (sparse[0], "density-sorted", about_sorted, plots.sorted_density, main),
