@@ -107,8 +107,8 @@ def indirect_objects(tokenizer: Any, prompts: int = 16, seed: int = 0, wording: 
     """
     wordings = (
         "When {a} and {b} went to the {place}, {c} gave a {thing} to",
-        "{b} and {a} had a long day at the {place}. Afterwards {c} handed the {thing} to",
         "After {a} and {b} left the {place}, {c} wanted to give a {thing} to",
+        "{a} and {b} had a long day at the {place}. Afterwards {c} handed the {thing} to",
     )
 
     def example(choose: random.Random) -> _Example:
@@ -209,10 +209,10 @@ def agreement(tokenizer: Any, prompts: int = 16, seed: int = 0, wording: int = 0
     """
     wordings = (
         "The {subject} near the {other}",
-        "The {subject} that the {other} liked",
         "Yesterday the {subject} behind the {other}",
+        "The {subject} that the {other} liked",
     )
-    verbs = ((" is", " are"), (" is", " are"), (" was", " were"))
+    verbs = ((" is", " are"), (" was", " were"), (" is", " are"))
 
     def example(choose: random.Random) -> _Example:
         many = choose.random() < 0.5
