@@ -174,7 +174,7 @@ def analyze(
     models: Annotated[
         list[str],
         Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="Hub ids or directories, patched or plain softmax; the checkpoints of a training, say.",
         ),
     ],
