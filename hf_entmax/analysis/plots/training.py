@@ -50,7 +50,9 @@ def over_training(models: Sequence[Any], min_strength: float = 0.5) -> Figure:
         for place, site in enumerate(style.all_sites({str(number): table for number, table in enumerate(tables)})):
             # A softmax model has no alphas: its line begins later.
             means = [float(table[site].nanmean()) if site in table else math.nan for table in tables]
-            look = style.line_look(place, 3.5) | {"color": style.SITE_COLOURS.get(site, style.PALETTE[3])}
+            look: dict[str, Any] = style.line_look(place, 3.5) | {
+                "color": style.SITE_COLOURS.get(site, style.PALETTE[3])
+            }
             axis.plot(steps, means, label=style.site_title(site), **look)
     titles = ("Heads with a role", "Alpha, mean over heads", "Share of nonzero weights")
     for axis, title in zip(axes, titles, strict=True):

@@ -74,4 +74,4 @@ def test_festival_says_when_each_word_was_said(tmp_path):
         seconds = soundfile.info(tmp_path / "out" / row["audio"]).duration
         assert [word for word, *_ in row["words"]] == ["The", "man's", "dog", "isn't", "here"]
         times = [time for _, *pair in row["words"] for time in pair]
-        assert times == sorted(times) and 0 < times[0] and times[-1] < seconds
+        assert times == sorted(times) and times[0] > 0 and times[-1] < seconds
