@@ -124,7 +124,13 @@ class LearnedAlpha(LearnedNumbers):
         tiny = 1e-4
         with torch.no_grad():
             share = (torch.as_tensor(values, dtype=torch.float64, device=self.a.device) - lo) / (hi - lo)
-            self.a.copy_(torch.logit(share.clamp(tiny, 1 - tiny)).expand_as(self.a))
+            wanted = torch.logit(share.clamp(tiny, 1 - tiny)).expand(self.a.shape)
+            if hasattr(self.a, "device_mesh"):  # FSDP2 has split it
+                from torch.distributed.tensor import distribute_tensor
+
+                mesh, placements = self.a.device_mesh, self.a.placements  # type: ignore[attr-defined]
+                wanted = distribute_tensor(wanted.to(self.a.dtype).contiguous(), mesh, placements)
+            self.a.copy_(wanted)
 
     def extra_repr(self) -> str:
         """Show heads, bounds and start."""

@@ -14,7 +14,7 @@ model in ``OUT/BUDGET``; a row that is there is not made again.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import rich
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from common.batches import evenly
 from common.blocks import collate, cut, encode
@@ -31,6 +31,7 @@ from common.folder import say_processes
 from common.heads import head_statistics
 from common.results import Results, columns, origin, show
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
+from common.settings import option
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.integration.patching import update_config
@@ -44,24 +45,25 @@ SPARSE, FULL = 0.1, 0.95  # a head keeps less than the one of its weights on the
 NOT_IN_COMMAND = ("--out", "--results", "--budgets")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a causal model, or with --pairs an encoder: folder or Hub id")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the calibrated models")
-    parser.add_argument("--results", type=Path, help="CSV file for the rows (default: OUT/calibration.csv)")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0, 0.5, 1, 2, 5], help="percent of perplexity")
-    parser.add_argument("--data", default="lm/wikitext-2/{split}.txt.gz", help="text for causal models")
-    parser.add_argument("--pairs", help="pairs of texts for sentence encoders; {split} is train and test")
-    parser.add_argument("--block", type=int, default=512, help="tokens in a block, or in the longest text")
-    parser.add_argument("--batch", type=int, default=0, help="blocks (default 1) or pairs (default 32) in a batch")
-    parser.add_argument("--size", type=int, default=32, help="batches to calibrate on, every fourth only to judge")
-    parser.add_argument("--heldout", type=int, default=48, help="batches of test data")
-    parser.add_argument("--steps", type=int, default=60, help="gradient steps on the alphas")
-    parser.add_argument("--temperature", action="store_true", help="set a temperature of each head beside its alpha")
-    return parser.parse_args()
+@dataclasses.dataclass
+class Arguments:
+    """What to calibrate on what."""
+
+    model: str = dataclasses.field(metadata={"help": "a causal model, or with --pairs an encoder: folder or Hub id"})
+    out: str = dataclasses.field(metadata={"help": "folder for the calibrated models"})
+    results: str = option("", "CSV file for the rows (default: OUT/calibration.csv)")
+    budgets: list[float] = option([0, 0.5, 1, 2, 5], "percent of perplexity")
+    data: str = option("lm/wikitext-2/{split}.txt.gz", "text for causal models")
+    pairs: str = option("", "pairs of texts for sentence encoders; {split} is train and test")
+    block: int = option(512, "tokens in a block, or in the longest text")
+    batch: int = option(0, "blocks (default 1) or pairs (default 32) in a batch")
+    size: int = option(32, "batches to calibrate on, every fourth only to judge")
+    heldout: int = option(48, "batches of test data")
+    steps: int = option(60, "gradient steps on the alphas")
+    temperature: bool = option(False, "set a temperature of each head beside its alpha")
 
 
-def text_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
+def text_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
     """Whole blocks of running text, from all over it: blocks that follow each other say the same, and judge each other mildly."""
     size = args.batch or 1
     ids, _ = encode(read_text(args.data.replace("{split}", split)), tokenizer)
@@ -69,7 +71,7 @@ def text_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: in
     return [collate(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
 
-def pair_batches(args: argparse.Namespace, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
+def pair_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
     """Batches of `common.sentences.pair_batch`."""
     size = args.batch or 32
     pairs = read_text_pairs(args.pairs.replace("{split}", split), "source", "target")[: count * size]
@@ -105,10 +107,10 @@ def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[s
     return found
 
 
-def main() -> None:
-    args = parse()
+def main(args: Arguments) -> None:
     say_processes("calibrate")
-    results = Results(args.results or args.out / "calibration.csv", FIELDS)
+    out = Path(args.out)
+    results = Results(Path(args.results) if args.results else out / "calibration.csv", FIELDS)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     make = pair_batches if args.pairs else text_batches
     batches, test = make(args, tokenizer, "train", args.size), make(args, tokenizer, "test", args.heldout)
@@ -117,19 +119,17 @@ def main() -> None:
     for budget in args.budgets:
         if results.has(command=same["command"], budget=budget):
             continue
-        # Most passes look at all weights: the dense path has them at hand.
-        scaling = "constant" if args.temperature else "none"
         model = auto.from_pretrained(args.model, dtype=torch.float32).eval()
-        patch_model(model, backend="torch", length_scaling=scaling)
+        # Most passes look at all weights: the dense path has them at hand.
+        patch_model(model, backend="torch", length_scaling="constant" if args.temperature else "none")
         start = time.perf_counter()
-        options = {"steps": args.steps, "progress": lambda line: print(line, flush=True)}
-        loss = pair_loss if args.pairs else None
-        found = calibrate_alphas(model, batches, math.log1p(budget / 100), loss=loss, **options)
+        say, loss = (lambda line: print(line, flush=True)), pair_loss if args.pairs else None
+        found = calibrate_alphas(model, batches, math.log1p(budget / 100), loss=loss, steps=args.steps, progress=say)
         seconds = time.perf_counter() - start
         rich.print(found)
         update_config(model, backend="auto")
-        model.save_pretrained(args.out / f"{budget:g}")
-        tokenizer.save_pretrained(args.out / f"{budget:g}")
+        model.save_pretrained(out / f"{budget:g}")
+        tokenizer.save_pretrained(out / f"{budget:g}")
         heads, density = (torch.cat([v.flatten() for v in part.values()]) for part in (found.alphas, found.density))
         inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in test]
         measures = heldout(model, test, bool(args.pairs)) | {"density": head_statistics(model, inputs)["density"]}
@@ -147,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(HfArgumentParser(Arguments).parse_args_into_dataclasses()[0])

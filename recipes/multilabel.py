@@ -1,299 +1,146 @@
-"""Multilabel classification by sparse mappings: the study of Laha et al. 2018, and a Transformer on text.
+"""Several labels at once by sparse mappings: a small Transformer on text, and the linear models of Laha et al. 2018.
 
+    python recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
     python recipes/multilabel.py --config recipes/configs/multilabel_mulan.yaml --data-dir DATA
     python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
-    accelerate launch recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
     python recipes/multilabel.py --smoke
-    python -m recipes.lab page                             # the pages of what has been run
 
-Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' steps=500``. Runs are appended to
-the CSV file ``--out`` as they finish; started again, the recipe goes on where it stopped.
+Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' epochs=3``. Runs are appended to the CSV file
+``--out`` as they finish; started again, the recipe goes on where it stopped. DATA is the folder that holds the data sets (default:
+``$HF_ENTMAX_DATA``, else ``./data``).
 
-DATA is the folder that holds ``multilabel/emotions``, ``multilabel/scene``, ... (default: ``$HF_ENTMAX_DATA``, else
-``./data``). Hyper-parameters are chosen by micro-F1 on held-out training rows; test rows are looked at once per run.
+The Transformer reads characters and is trained from scratch; its attention and its multilabel loss are any that `patch_model` knows.
+The epoch with the best micro-F1 on validation rows is tested; sparse outputs predict their support, for softmax the probability from
+which on a label is predicted is chosen on validation rows. `common.multilabel_linear` has the linear models.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
 import json
+import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer, TrainingArguments, set_seed
 
 from common.folder import say_processes
-from common.multilabel_data import Split, default_data_dir, read_mulan, split_rows, synthetic_documents
-from common.multilabel_scores import MultilabelResults, f1, score
-from common.multilabel_text import TextConfig, run_text
-from common.settings import option
-from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, multilabel_probabilities
-
-#: By name: the mapping, the setting that holds candidates for its option, and whether the probability above which a label is
-#: predicted is tuned (for sparsemax as Martins and Astudillo 2016 do); the others predict their support.
-METHODS = {
-    "softmax+log": ("softmax", None, True),
-    "sparsemax+huber": ("sparsemax", None, True),
-    "sparsemax+huber support": ("sparsemax", None, False),
-    "sparsemax+hinge": ("sparsemax_hinge", None, False),
-    "sparsegen_lin+hinge": ("sparsegen_lin(lam={})", "lams", False),
-    "sparsehg+hinge": ("sparsehourglass(q={})", "qs", False),
-    "sparsehg+hinge threshold": ("sparsehourglass(q={})", "qs", True),
-    "entmax+fy": ("entmax(alpha={})", "alphas", True),
-    "entmax+fy support": ("entmax(alpha={})", "alphas", False),
-}
-WITH_THRESHOLD = [name for name, (*_, tuned) in METHODS.items() if tuned]
+from common.from_scratch import build_bert
+from common.heads import head_statistics
+from common.multilabel_config import TextConfig, read_arguments
+from common.multilabel_data import Split, TextData, load_texts
+from common.multilabel_linear import run_linear
+from common.multilabel_scores import MultilabelResults, best_threshold, score
+from hf_entmax import patch_model
+from hf_entmax.losses.multilabel import multilabel_predict, multilabel_probabilities
 
 
-@dataclasses.dataclass
-class LinearConfig:
-    """The linear-model studies."""
-
-    study: str = option("mulan", "mulan or synthetic")
-    methods: list[str] = option(list(METHODS), "names in METHODS")
-    seeds: list[int] = option([0, 1, 2], "of the validation split and the initialisation (and the synthetic data)")
-    folds: int = option(5, "validation folds of the training rows; 1 holds out a quarter of them")
-    steps: int = option(400, "full-batch Adam steps, the learning rate decaying linearly to 0")
-    lr: float = option(0.05, "learning rate at the start")
-    l2: list[float] = option([1e-3, 1e-2, 1e-1], "candidates for the weight of ||W||^2 / 2")
-    lams: list[float] = option([-3.0, -1.0, 0.0, 0.5], "candidates for lam of sparsegen-lin")
-    qs: list[float] = option([0.1, 0.5, 1.0, 5.0], "candidates for q of sparsehourglass")
-    alphas: list[float] = option([1.5], "candidates for alpha of entmax")
-    thresholds: list[float] = option([i / 40 for i in range(25)], "candidates for the probability, where it is tuned")
-    datasets: list[str] = option(["emotions", "scene", "birds"], "Mulan data sets")
-    empty_rows: list[str] = option(
-        ["ignore"],
-        "rows without labels: ignore leaves them out of training, extra_label gives them one that does not count",
-    )
-    mean_labels: list[int] = option([], "synthetic: means mu; rows have mu - 1, mu or mu + 1 labels")
-    label_ranges: list[int] = option([], "synthetic: ranges r; rows have 5 - r to 5 + r labels")
-    lengths: list[int] = option([], "synthetic: document lengths, with Poisson(5) labels")
-    n_samples: int = option(5000, "synthetic: rows, of which 20 % are test rows")
-
-    def __post_init__(self) -> None:
-        if self.study not in ("mulan", "synthetic"):
-            raise ValueError(f"study={self.study!r}: choose mulan, synthetic or text.")
-        if unknown := sorted(set(self.methods) - set(METHODS)):
-            raise ValueError(f"methods: {unknown} are unknown; choose from {list(METHODS)}.")
-        if unknown := sorted(set(self.empty_rows) - {"ignore", "extra_label"}):
-            raise ValueError(f'empty_rows: {unknown} are unknown; choose from "ignore" and "extra_label".')
-        if self.folds < 1 or self.steps < 1:
-            raise ValueError(f"folds={self.folds} and steps={self.steps} must be at least 1.")
+def build(config: TextConfig, data: TextData, output: str, attention: dict[str, Any]) -> Any:
+    """Return a BERT with the attention and the multilabel loss asked for."""
+    labels = data.splits["train"].labels.shape[1]
+    longest = max(part.features.shape[1] for part in data.splits.values())
+    sizes = (len(data.characters) + 3, config.hidden, config.layers, config.hidden // 16, longest)
+    kind = {"num_labels": labels, "problem_type": "multi_label_classification"}
+    model = build_bert(*sizes, intermediate_size=2 * config.hidden, **kind)
+    return patch_model(model, **attention, output_mapping=output)
 
 
-def mappings_of(method: str, config: LinearConfig) -> list[str]:
-    """The mapping specifications among which a method is tuned."""
-    mapping, candidates, _ = METHODS[method]
-    return [mapping.format(value) for value in (getattr(config, candidates) if candidates else [None])]
+def examples(part: Split) -> list[dict[str, Tensor]]:
+    """Rows without their padding, which is 0."""
+    return [
+        {"input_ids": ids[ids != 0], "labels": labels} for ids, labels in zip(part.features, part.labels, strict=True)
+    ]
 
 
-def fit(data: Split, included: Tensor, l2: Tensor, mapping: str, config: LinearConfig, seed: int) -> Tensor:
-    """Train ``G`` linear models at once, each on its own rows.
-
-    Args:
-        data: ``N`` rows with ``F`` features.
-        included: bool ``[G, N]``, the training rows of each model.
-        l2: ``[G]``.
-        mapping: the loss.
-        config: steps and learning rate.
-        seed: of the initialisation.
-
-    Returns:
-        Weights ``[G, F + 1, K]``, the bias last.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.cat([data.features, torch.ones(len(data), 1)], dim=1)
-    weights = 0.01 * torch.randn(len(l2), x.shape[1], data.labels.shape[1], generator=generator)
-    weights.requires_grad_()
-    optimiser = torch.optim.Adam([weights], lr=config.lr)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, config.steps)
-    rows = included & (data.labels.sum(-1) > 0)
-    labels = data.labels.expand(len(l2), -1, -1)
-    for _ in range(config.steps):
-        optimiser.zero_grad()
-        losses = multilabel_loss(x @ weights, labels, mapping, reduction="none")
-        fitted = (losses * rows).sum(1) / rows.sum(1).clamp(min=1)
-        (fitted + l2 / 2 * weights[:, :-1].square().sum((1, 2))).sum().backward()
-        optimiser.step()
-        schedule.step()
-    return weights.detach()
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch that is as long as its longest text."""
+    ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": torch.stack([row["labels"] for row in rows]),
+    }
 
 
-def logits_of(data: Split, weights: Tensor) -> Tensor:
-    """``[..., N, K]`` for weights ``[..., F + 1, K]``."""
-    return data.features @ weights[..., :-1, :] + weights[..., -1:, :]
+def train(config: TextConfig, data: TextData, output: str, attention: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One run: train, keep the best epoch by validation micro-F1, answer the test rows."""
+    set_seed(seed)
+    parts = {name: examples(part) for name, part in data.splits.items()}
+
+    def choose(answers: Any) -> dict[str, Any]:
+        logits, labels = torch.tensor(answers.predictions), torch.tensor(answers.label_ids)
+        value, threshold = best_threshold(logits, labels, output, config.thresholds)
+        return {"micro_f1": value, "threshold": threshold}
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=config.epochs,
+            per_device_train_batch_size=config.batch_size,
+            per_device_eval_batch_size=256,
+            learning_rate=config.lr,
+            weight_decay=0.01,
+            warmup_steps=0.1,  # of all steps; then linear decay
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="micro_f1",
+            report_to="none",
+            seed=seed,
+            disable_tqdm=True,
+            use_cpu=not torch.accelerator.is_available(),
+            dataloader_pin_memory=torch.accelerator.is_available(),
+        )
+        model = build(config, data, output, attention)
+        trainer = Trainer(model, arguments, collate, parts["train"], parts["validation"], compute_metrics=choose)
+        trainer.train()
+    found = trainer.evaluate()  # of the best epoch
+    probe = {name: values.to(model.device) for name, values in collate(parts["test"][:256]).items()}
+    return {
+        "validation": found["eval_micro_f1"],
+        "threshold": found["eval_threshold"],
+        "epoch": round(trainer.state.best_global_step / trainer.state.max_steps * config.epochs),
+        "logits": torch.tensor(trainer.predict(parts["test"]).predictions),
+        "attention_support": head_statistics(model, [probe])["support_encoder_self"],
+    }
 
 
-def tune_and_test(
-    train: Split, test: Split, method: str, config: LinearConfig, seed: int, n_scored: int, trained: dict | None = None
-) -> tuple[Tensor, Tensor, dict[str, Any], float]:
-    """Choose hyper-parameters on held-out training rows, train on all of them, predict the test rows.
-
-    Args:
-        train: training rows.
-        test: test rows; their labels are not used.
-        method: a name in ``METHODS``.
-        config: the candidates.
-        seed: of the split and the initialisation.
-        n_scored: how many of the labels count in the scores (the first ones).
-        trained: models of the same rows and seed, kept for methods that differ in their prediction alone.
-
-    Returns:
-        Probabilities and predictions of the test rows ``[N, K]``, what was chosen, and its validation micro-F1.
-    """
-    trained = {} if trained is None else trained
-    folds = max(config.folds, 4)
-    fold = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)) % folds
-    held_out = torch.stack([fold == i for i in range(config.folds)])
-    grid = torch.tensor(config.l2)
-    thresholds: list[float | None] = list(config.thresholds) if method in WITH_THRESHOLD else [None]
-    best: tuple[float, dict[str, Any]] = (-1.0, {})
-    for mapping in mappings_of(method, config):
-        included = ~held_out.repeat(len(grid), 1)
-        if mapping not in trained:
-            trained[mapping] = fit(train, included, grid.repeat_interleave(config.folds), mapping, config, seed)
-        weights = trained[mapping]
-        logits = logits_of(train, weights).unflatten(0, (len(grid), config.folds))
-        # Every row is predicted by the model of the fold that left it out; rows never left out do not count.
-        rows = held_out.any(0)
-        pooled = (logits * held_out[:, :, None]).sum(1)[:, rows]
-        truth = train.labels[rows]
-        for threshold, (i, l2) in itertools.product(thresholds, enumerate(config.l2)):
-            predicted = multilabel_predict(pooled[i], mapping, threshold=threshold)
-            micro = f1(predicted[:, :n_scored], truth[:, :n_scored])
-            if micro > best[0]:
-                best = micro, {"mapping": mapping, "l2": l2, "threshold": threshold}
-    validation, chosen = best
-    everything = torch.ones(1, len(train), dtype=torch.bool)
-    final = chosen["mapping"], chosen["l2"]
-    if final not in trained:
-        trained[final] = fit(train, everything, torch.tensor([final[1]]), final[0], config, seed)
-    logits = logits_of(test, trained[final][0])
-    probs = multilabel_probabilities(logits, chosen["mapping"])
-    predicted = multilabel_predict(logits, chosen["mapping"], threshold=chosen["threshold"])
-    return probs, predicted, chosen, validation
-
-
-def with_extra_label(data: Split) -> Split:
-    """Give rows without labels a label of their own, the last one."""
-    empty = (data.labels.sum(-1, keepdim=True) == 0).float()
-    return Split(data.features, torch.cat([data.labels, empty], dim=1))
-
-
-def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Every run of a linear study as its key in the results and a function that makes its (train, test) rows."""
-    if config.study == "mulan":
-        for name, seed, empty in itertools.product(config.datasets, config.seeds, config.empty_rows):
-            if empty == "ignore" or not bool((read_mulan(data_dir, name)[0].labels.sum(-1) > 0).all()):
-                setting = f"l2={config.l2[0]:g}" if len(config.l2) == 1 else "l2 tuned"
-                key = {"dataset": name, "setting": setting, "seed": seed, "empty_rows": empty}
-                yield key, lambda name=name: read_mulan(data_dir, name)
-        return
-    near = {mu: tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10) for mu in config.mean_labels}
-    axes: list[tuple[str, int, tuple[int, ...] | None, int, int]]
-    axes = [("mean_labels", mu, counts, mu, 2000) for mu, counts in near.items()]
-    axes += [("label_range", r, tuple(range(5 - r, 5 + r + 1)), 5, 2000) for r in config.label_ranges]
-    axes += [("length", length, None, 5, length) for length in config.lengths]
-    for (axis, setting, counts, mean, length), seed in itertools.product(axes, config.seeds):
-
-        def make(counts: Any = counts, mean: int = mean, length: int = length, seed: int = seed) -> tuple[Split, Split]:
-            data = synthetic_documents(counts, mean_labels=mean, length=length, seed=seed, n_samples=config.n_samples)
-            train, test = split_rows(data, (0.8, 0.2), seed)
-            centre, spread = train.features.mean(0), train.features.std(0).clamp(min=1e-6)
-            return tuple(Split((part.features - centre) / spread, part.labels) for part in (train, test))  # type: ignore[return-value]
-
-        yield {"dataset": axis, "setting": setting, "seed": seed, "empty_rows": "ignore"}, make
-
-
-def run_linear(config: LinearConfig, data_dir: Path, results: MultilabelResults) -> None:
-    """All runs of a linear study that the results do not hold yet."""
-    for key, make in linear_tasks(config, data_dir):
-        todo = [m for m in config.methods if not results.has(study=config.study, method=m, **key)]
-        if not todo:
+def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> None:
+    """All runs of the study that the results do not hold yet."""
+    data = load_texts(config, data_dir)
+    test = data.splits["test"]
+    for attention, output, seed in itertools.product(config.attentions, config.outputs, config.seeds):
+        key = {
+            "study": "text",
+            "dataset": config.data,
+            "setting": json.dumps(attention),
+            "method": output,
+            "seed": seed,
+        }
+        if results.has(**key):
             continue
-        train, test = make()
-        n_labels = test.labels.shape[1]
-        if key["empty_rows"] == "extra_label":
-            train = with_extra_label(train)
-        trained: dict[Any, Tensor] = {}
-        for method in todo:
-            start = time.perf_counter()
-            found = tune_and_test(train, test, method, config, key["seed"], n_labels, trained)
-            probs, predicted, chosen, validation = found
-            seconds = time.perf_counter() - start
-            labelled = test.labels.sum(-1) > 0
-            subsets = {"all": torch.ones_like(labelled)} | ({} if bool(labelled.all()) else {"labelled": labelled})
-            for name, rows in subsets.items():
-                # The extra label takes mass, but is no label of the data: probabilities are renormalised without it.
-                kept = probs[rows, :n_labels]
-                kept = kept / kept.sum(-1, keepdim=True).clamp(min=1e-12)
-                scores = score(kept, predicted[rows, :n_labels], test.labels[rows])
-                row = {"study": config.study, "method": method, "test_rows": name, **key, **scores}
-                row |= {"validation_micro_f1": round(validation, 4), "chosen": json.dumps(chosen)}
-                results.add(**row, n_train=len(train), n_test=int(rows.sum()), seconds=round(seconds, 1))
-                where = f"{key['dataset']:12} {key['setting']!s:5} seed {key['seed']}"
-                print(f"{where} {method:20} {name:9} {scores}", flush=True)
-
-
-def smoke_config(study: str) -> dict[str, Any]:
-    """A few seconds of everything."""
-    if study == "text":
-        return {"study": "text", "data": "english_verbs", "limit": 96, "epochs": 1, "seeds": [0], "hidden": 16}
-    small = {"seeds": [0], "folds": 2, "steps": 10, "l2": [1e-2], "lams": [0.0], "qs": [1.0]}
-    return {"study": "synthetic", "mean_labels": [3], "label_ranges": [2], "lengths": [50], "n_samples": 60, **small}
-
-
-def build_config(values: dict[str, Any]) -> Any:
-    """The configuration of the study that ``values["study"]`` names.
-
-    Raises:
-        ValueError: for keys that the study does not have.
-    """
-    kind = TextConfig if values.get("study") == "text" else LinearConfig
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := sorted(set(values) - set(known)):
-        raise ValueError(f"unknown configuration keys {unknown}; {kind.__name__} has {known}.")
-    return kind(**values)
-
-
-def overrides(pairs: list[str]) -> dict[str, Any]:
-    values = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{pair!r} is not of the form key=value.")
-        values[key] = yaml.safe_load(value)
-    return values
+        start = time.perf_counter()
+        best = train(config, data, output, attention, seed)
+        predicted = multilabel_predict(best["logits"], output, threshold=best["threshold"])
+        scores = score(multilabel_probabilities(best["logits"], output), predicted, test.labels)
+        chosen = {name: best[name] for name in ("threshold", "epoch", "attention_support")}
+        row = {**key, **scores, "empty_rows": "ignore", "test_rows": "all", "chosen": json.dumps(chosen)}
+        row |= {"validation_micro_f1": round(best["validation"], 4), "seconds": round(time.perf_counter() - start, 1)}
+        results.add(**row, n_train=len(data.splits["train"]), n_test=len(test))
+        print(f"{key['setting']:50} {output:20} seed {seed} {scores} {chosen}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a YAML file of recipes/configs")
-    parser.add_argument("--data-dir", type=Path, default=None, help="default: $HF_ENTMAX_DATA, else ./data")
-    parser.add_argument("--out", type=Path, help="CSV file; default: recipes/results/multilabel/STUDY.csv")
-    parser.add_argument("--smoke", action="store_true", help="run all studies in a few seconds, on built-in data")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
-    options = parser.parse_args(arguments)
-    if options.smoke == (options.config is not None):
-        parser.error("give either --config or --smoke.")
+    studies, data_dir = read_arguments(__doc__, arguments)
     say_processes("multilabel")
-    studies = ("synthetic", "text") if options.smoke else ()
-    for plan in map(smoke_config, studies) if options.smoke else [yaml.safe_load(options.config.read_text())]:
-        try:
-            config = build_config({**plan, **({} if options.smoke else overrides(options.overrides))})
-        except (TypeError, ValueError) as error:
-            parser.error(str(error))
-        folder = Path("smoke") if options.smoke else Path(__file__).parent / "results"
-        out = options.out or folder / "multilabel" / f"{config.study}.csv"
-        data_dir = options.data_dir or default_data_dir()
+    for config, file in studies:
         study: Any = run_text if isinstance(config, TextConfig) else run_linear
-        study(config, data_dir, MultilabelResults(out))
+        study(config, data_dir, MultilabelResults(file))
 
 
 if __name__ == "__main__":

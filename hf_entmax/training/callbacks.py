@@ -176,11 +176,17 @@ class AlphaScheduleCallback(TrainerCallback):
             set_alphas(model, self.value(state.max_steps, state.max_steps))
 
 
-def _inner(model: nn.Module) -> PreTrainedModel:
-    """The patched model inside distributed wrappers, torch.compile and PEFT."""
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """The model inside distributed wrappers, torch.compile and PEFT."""
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"No transformers model was found inside {type(model).__name__}.")
+    return inner
+
+
+def _inner(model: nn.Module) -> PreTrainedModel:
+    """The same of a model that must be patched."""
+    inner = plain_model(model)
     if not is_patched(inner):
         raise ValueError(f"{type(inner).__name__} is not patched: call hf_entmax.patch_model(model) before training.")
     return inner

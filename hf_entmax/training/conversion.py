@@ -15,12 +15,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_entmax.generation.members import output_alpha_of
-from hf_entmax.integration.discovery import unwrapped
 from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import count_labels, divides_by_items, shifts_labels
 from hf_entmax.integration.output_loss import output_losses
 from hf_entmax.integration.patching import is_patched, softmax_attention
-from hf_entmax.training.callbacks import _inner
+from hf_entmax.training.callbacks import _inner, plain_model
 from hf_entmax.training.density import DensityTarget, LossBudget, attention_density, soft_density
 from hf_entmax.training.distillation import (
     ATTENTION_LOSSES,
@@ -147,7 +146,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check the model, go on where a checkpoint stopped, and start to look at forward passes."""
-        model = _inner(kwargs["model"]) if self.constraint is not None else _plain(kwargs["model"])
+        model = _inner(kwargs["model"]) if self.constraint is not None else plain_model(kwargs["model"])
         if args.gradient_checkpointing and self._looks:
             raise ValueError(
                 f"{type(self).__name__} reads the attention weights of each forward pass, which gradient_checkpointing does not "
@@ -365,7 +364,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
 
     def _keep_original(self, model: nn.Module) -> None:
         self._asked = True
-        inner = _plain(model)
+        inner = plain_model(model)
         if not self._own_original or not _trains_weights(model, inner):
             return  # its own weights are the original's, below the adapters if there are any
         self._original = copy.deepcopy(inner).requires_grad_(False)
@@ -408,13 +407,6 @@ def _logits_of(output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError("distill_logits compares logits, and the model has returned none.")
     return logits
-
-
-def _plain(model: nn.Module) -> PreTrainedModel:
-    inner = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel):
-        raise ValueError(f"No transformers model was found inside {type(model).__name__}.")
-    return inner
 
 
 def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:

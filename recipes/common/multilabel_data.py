@@ -8,6 +8,7 @@ import io
 import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,6 +166,14 @@ class TextData:
     splits: dict[str, Split]
     characters: list[str]
     label_names: list[str]
+
+
+def load_texts(config: Any, data_dir: Path) -> TextData:
+    """Return the texts as ids of characters, with their labels."""
+    if config.data == "english_verbs":
+        return english_verb_texts(config.limit)
+    files = {split: data_dir / path for split, path in config.files.items()}
+    return read_texts(files, config.text_column, config.label_column, config.limit)
 
 
 def read_texts(files: dict[str, Path], text_column: int, label_column: int, limit: int | None) -> TextData:

@@ -10,6 +10,7 @@ from sklearn.metrics import f1_score
 from torch import Tensor
 
 from common.results import Results, origin
+from hf_entmax.losses.multilabel import multilabel_predict
 
 KEY = ("study", "dataset", "setting", "method", "seed", "empty_rows", "test_rows")
 MEASURES = ("micro_f1", "macro_f1", "jsd", "support", "predicted_labels", "true_labels", "validation_micro_f1")
@@ -48,6 +49,18 @@ def score(probs: Tensor, predicted: Tensor, labels: Tensor) -> dict[str, float]:
         "predicted_labels": round(float(predicted.sum(-1).double().mean()), 3),
         "true_labels": round(float(labels.sum(-1).double().mean()), 3),
     }
+
+
+#: Outputs of which no probability is 0.
+DENSE = ("softmax", "entmax(alpha=1)")
+
+
+def best_threshold(logits: Tensor, labels: Tensor, output: str, candidates: list[float]) -> tuple[float, float | None]:
+    """Validation micro-F1 and the threshold that gives it; None, the support, for sparse outputs."""
+    options: list[float | None] = list(candidates) if output in DENSE else [None]
+    scores = [f1(multilabel_predict(logits, output, threshold=t), labels) for t in options]
+    best = max(range(len(options)), key=scores.__getitem__)
+    return scores[best], options[best]
 
 
 class MultilabelResults(Results):

@@ -34,7 +34,7 @@ def _texts(count, length):
 
 def _run(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["recipes/calibrate.py", *map(str, words)])
-    calibrate.main()
+    calibrate.main(tf.HfArgumentParser(calibrate.Arguments).parse_args_into_dataclasses()[0])
 
 
 def _rows(path):

@@ -12,8 +12,10 @@ import torch
 
 import multilabel as recipe
 from common import multilabel_data as data
+from common import multilabel_linear as linear
 from common import multilabel_scores as results
-from common import multilabel_text as text
+from common.heads import head_statistics
+from common.multilabel_config import METHODS, WITH_THRESHOLD, LinearConfig, TextConfig, build_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -116,45 +118,45 @@ def learnable(n=240, k=4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", recipe.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(method):
     torch.manual_seed(5)
     rows = learnable()
     train, test = data.split_rows(rows, (0.7, 0.3), seed=0)
     test = test.rows(test.labels.sum(1) > 0)
-    config = recipe.LinearConfig(study="mulan", folds=3, steps=120, l2=[1e-3, 1e-1], lams=[0.0, 0.5], qs=[0.5, 2.0])
-    probs, predicted, chosen, validation = recipe.tune_and_test(train, test, method, config, 0, 4)
+    config = LinearConfig(study="mulan", folds=3, steps=120, l2=[1e-3, 1e-1], lams=[0.0, 0.5], qs=[0.5, 2.0])
+    probs, predicted, chosen, validation = linear.tune_and_test(train, test, method, config, 0, 4)
     micro = results.f1(predicted, test.labels)
     everything = results.f1(torch.ones_like(predicted), test.labels)
     assert micro > everything + 0.04
     assert 0 < validation <= 1
     assert torch.allclose(probs.sum(-1), torch.ones(len(test)), atol=1e-5)
-    assert (chosen["threshold"] is not None) == (method in recipe.WITH_THRESHOLD)
-    assert chosen["mapping"] in recipe.mappings_of(method, config)
+    assert (chosen["threshold"] is not None) == (method in WITH_THRESHOLD)
+    assert chosen["mapping"] in linear.mappings_of(method, config)
 
 
 def test_test_labels_are_not_looked_at():
     train, test = data.split_rows(learnable(), (0.7, 0.3), seed=0)
-    config = recipe.LinearConfig(folds=2, steps=20, l2=[1e-2])
-    one = recipe.tune_and_test(train, test, "softmax+log", config, 0, 4)
-    two = recipe.tune_and_test(train, data.Split(test.features, 1 - test.labels), "softmax+log", config, 0, 4)
+    config = LinearConfig(folds=2, steps=20, l2=[1e-2])
+    one = linear.tune_and_test(train, test, "softmax+log", config, 0, 4)
+    two = linear.tune_and_test(train, data.Split(test.features, 1 - test.labels), "softmax+log", config, 0, 4)
     assert one[0].equal(two[0]) and one[1].equal(two[1]) and one[2:] == two[2:]
 
 
 def test_models_trained_together_do_not_touch_each_other():
     rows = learnable(60)
-    config = recipe.LinearConfig(steps=15)
+    config = LinearConfig(steps=15)
     included = torch.rand(3, 60) < 0.7
     l2 = torch.tensor([1e-3, 1e-2, 1.0])
-    together = recipe.fit(rows, included, l2, "sparsehourglass", config, seed=0)
+    together = linear.fit(rows, included, l2, "sparsehourglass", config, seed=0)
     changed = included.clone()
     changed[1] = ~changed[1]
-    again = recipe.fit(rows, changed, l2, "sparsehourglass", config, seed=0)
+    again = linear.fit(rows, changed, l2, "sparsehourglass", config, seed=0)
     assert together[[0, 2]].equal(again[[0, 2]])
     assert not together[1].equal(again[1])
     # Rows that are left out have no influence.
     other = data.Split(torch.where(included[0][:, None], rows.features, 9.0), rows.labels)
-    assert torch.allclose(recipe.fit(other, included, l2, "sparsehourglass", config, seed=0)[0], together[0], atol=1e-6)
+    assert torch.allclose(linear.fit(other, included, l2, "sparsehourglass", config, seed=0)[0], together[0], atol=1e-6)
 
 
 def test_results_resume_and_hold_no_folders(tmp_path, monkeypatch):
@@ -176,16 +178,16 @@ def test_results_resume_and_hold_no_folders(tmp_path, monkeypatch):
 
 
 def test_mulan_study_with_empty_rows(mulan, tmp_path):
-    config = recipe.LinearConfig(
+    config = LinearConfig(
         datasets=["demo"], methods=["softmax+log", "sparsehg+hinge"], seeds=[0], folds=1, steps=3, l2=[0.1], qs=[1.0],
         thresholds=[0.2], empty_rows=["ignore", "extra_label"],
     )  # fmt: skip
     book = results.MultilabelResults(tmp_path / "m.csv")
-    recipe.run_linear(config, mulan, book)
+    linear.run_linear(config, mulan, book)
     # Two methods, two treatments of empty rows, all test rows and the labelled ones.
     assert len(book.rows) == 8
     assert {(r["test_rows"], r["n_test"]) for r in book.rows} == {("all", "3"), ("labelled", "2")}
-    recipe.run_linear(config, mulan, book)
+    linear.run_linear(config, mulan, book)
     assert len(book.rows) == 8
 
 
@@ -193,7 +195,7 @@ def test_mulan_study_with_empty_rows(mulan, tmp_path):
 def test_smoke_writes_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe.main(["--smoke"])
-    for study, count in (("synthetic", 3 * len(recipe.METHODS)), ("text", 5)):
+    for study, count in (("synthetic", 3 * len(METHODS)), ("text", 5)):
         with (tmp_path / "smoke" / "multilabel" / f"{study}.csv").open(newline="", encoding="utf-8") as lines:
             assert len(list(csv.DictReader(lines))) == count
 
@@ -222,7 +224,7 @@ def test_all_configurations_are_valid():
     paths = sorted((RECIPES / "configs").glob("multilabel*.yaml"))
     assert len(paths) == 4
     for path in paths:
-        recipe.build_config(yaml.safe_load(path.read_text()))
+        build_config(yaml.safe_load(path.read_text()))
 
 
 class TestText:
@@ -242,32 +244,33 @@ class TestText:
     @pytest.mark.slow
     @pytest.mark.parametrize("output", ["softmax", "sparsehourglass(q=1)"])
     def test_a_transformer_learns(self, output):
-        config = text.TextConfig(limit=600, epochs=6, hidden=32, layers=1, lr=5e-3, batch_size=16)
-        texts = text.load(config, Path())
-        best = text.train(config, texts, output, {"mapping": "sparsegen_lin", "mapping_options": {"lam": 0.5}}, 0)
+        config = TextConfig(limit=600, epochs=6, hidden=32, layers=1, lr=5e-3, batch_size=16)
+        texts = data.load_texts(config, Path())
+        best = recipe.train(config, texts, output, {"mapping": "sparsegen_lin", "mapping_options": {"lam": 0.5}}, 0)
         test = texts.splits["test"].labels
         everything = results.f1(torch.ones_like(test, dtype=torch.bool), test)
         assert best["validation"] > everything + 0.1
-        assert best["attention"] < 8
+        assert best["attention_support"] < 8
 
     def test_attention_support_shrinks_as_lambda_grows(self):
-        config = text.TextConfig(limit=60, hidden=16, layers=1)
-        texts = text.load(config, Path())
+        config = TextConfig(limit=60, hidden=16, layers=1)
+        texts = data.load_texts(config, Path())
         supports = []
         for lam in (-20.0, 0.0, 0.9):
             torch.manual_seed(0)
             options = {"mapping": "sparsegen_lin", "mapping_options": {"lam": lam}}
-            model = text.build(config, texts, "sparsemax", options)
+            model = recipe.build(config, texts, "sparsemax", options)
             for parameter in model.bert.encoder.parameters():
                 parameter.data.mul_(20)
-            supports.append(text.attention_support(model, texts.splits["train"]))
+            batch = recipe.collate(recipe.examples(texts.splits["train"]))
+            supports.append(head_statistics(model, [batch])["support_encoder_self"])
         assert supports[0] > supports[1] > supports[2] >= 1
 
     def test_settings_are_checked(self):
         with pytest.raises(ValueError, match="must name the splits"):
-            text.TextConfig(data="mine")
+            TextConfig(data="mine")
         with pytest.raises(ValueError, match="multiple of 16"):
-            text.TextConfig(hidden=20)
+            TextConfig(hidden=20)
 
 
 def test_committed_results_have_their_columns_and_no_duplicates():
@@ -279,4 +282,4 @@ def test_committed_results_have_their_columns_and_no_duplicates():
         for row in rows:
             assert 0 <= float(row["micro_f1"]) <= 1 and row["hardware"] and row["command"]
             json.loads(row["chosen"])
-    assert dataclasses.is_dataclass(recipe.LinearConfig)
+    assert dataclasses.is_dataclass(LinearConfig)
