@@ -14,7 +14,9 @@ from pathlib import Path
 
 import fresh
 import pytest
+import soundfile
 import tiny_models as tiny
+import tiny_speech
 import torch
 import transformers as tf
 
@@ -22,7 +24,17 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ROOT / "docs"
 #: In the order in which they are read: what one page makes the next may use.
-GUIDES = ("patch", "sparsify", "sparse_outputs", "long_texts", "heads", "circuits", "longer_inputs", "devices")
+GUIDES = (
+    "patch",
+    "sparsify",
+    "sparse_outputs",
+    "long_texts",
+    "heads",
+    "circuits",
+    "longer_inputs",
+    "speech",
+    "devices",
+)
 PAGES = [
     ROOT / "README.md",
     DOCS / "index.md",
@@ -54,6 +66,10 @@ def offline_hub(tmp_path, monkeypatch):
     tiny.build("t5").save_pretrained(folder)
     words = ["translate", "English", "to", "German", ":", "How", "old", "are", "you", "?"]
     tiny.tokenizer(["<pad>", "<s>", "</s>", "<unk>", *words]).save_pretrained(folder)
+    for part in (tiny_speech.tiny_whisper(), tiny_speech.tiny_processor()):
+        part.save_pretrained(tmp_path / "openai" / "whisper-tiny.en")
+    samples = torch.randn(tiny_speech.RATE, generator=torch.Generator().manual_seed(0))
+    soundfile.write(tmp_path / "speech.wav", 0.1 * samples.numpy(), tiny_speech.RATE)
     return tmp_path
 
 
