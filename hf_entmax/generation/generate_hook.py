@@ -77,6 +77,7 @@ def install() -> None:
         hooks.refuse_engine(self)
         manager = batching(self, *args, **kwargs)
         hooks.check_manager(manager)
+        manager.certificate = functools.partial(hooks.certificate_of, manager)  # type: ignore[attr-defined]
         return manager
 
     GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]

@@ -9,11 +9,15 @@ import transformers as tf
 
 import hf_entmax
 from hf_entmax.generation.serving import hooks
+from hf_entmax.generation.serving.step import paged_kernel
+from hf_entmax.ops.exact import KeySketch
 
 if hooks.problem() is not None:
     pytest.skip(hooks.problem(), allow_module_level=True)
 
 NEW = 6
+# Seconds until the next result: kernels may have to be compiled first.
+WAIT = 120
 MORE = {
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**tiny._LLAMA, head_dim=8)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(
@@ -75,9 +79,9 @@ def _same(model, prompts, **engine):
 
 
 @contextlib.contextmanager
-def _manager(model, poison=False, **engine):
+def _manager(model, poison=False, settings=None, **engine):
     manager = model.init_continuous_batching(
-        generation_config=_settings(), continuous_batching_config=_engine(**engine)
+        generation_config=_settings(**settings or {}), continuous_batching_config=_engine(**engine)
     )
     if poison:  # bytes of ones are NaN in every floating type
         manager.batch_processor = manager._create_batch_processor()
@@ -92,7 +96,7 @@ def _manager(model, poison=False, **engine):
 def _results(manager, names):
     found = {}
     while len(found) < len(names):
-        out = manager.get_result(timeout=20)
+        out = manager.get_result(timeout=WAIT)
         assert out is not None, manager.background_thread_status.fatal_error
         if out.is_finished():
             found[out.request_id] = out
@@ -177,26 +181,26 @@ def test_shared_prefixes_and_forks():
     assert [out.generated_tokens for out in forked.values()] == [_alone(model, prompts[0])] * 3
 
 
+#: Blocks of 16 tokens have sketches, which are read from the first block on.
+SKETCHED = {"settings": {"cache_config": {"bits": 4, "shortest": 16}}, "page_size": 16, "num_blocks": 32}
+
+
+@pytest.mark.parametrize("engine", [{}, SKETCHED], ids=["dense", "sketched"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_requests_see_neither_each_other_nor_what_is_left_in_blocks(family):
+def test_requests_see_neither_each_other_nor_what_is_left_in_blocks(family, engine):
     model, poison = _model(family), tiny.VOCAB - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = torch.nan
     healthy = _prompts([7, 22, 3, 12], vocabulary=poison)
     poisoned = [[*prompt, poison, *prompt] for prompt in healthy]
-    kept = []
-
-    def keep(module, args, out):
-        kept.append(out[0].detach())
-
-    with _manager(model, poison=True) as manager:
+    with _manager(model, poison=True, **engine) as manager:
         names = []
         for good, bad in zip(healthy, poisoned, strict=True):
             manager.add_request(bad, max_new_tokens=NEW)
             names.append(manager.add_request(good, max_new_tokens=NEW))
         found = dict.fromkeys(names)
         while any(out is None for out in found.values()):
-            out = manager.get_result(timeout=20)
+            out = manager.get_result(timeout=WAIT)
             if out.is_finished():
                 found[out.request_id] = out
         # The blocks that the poisoned requests leave behind are taken again.
@@ -222,6 +226,77 @@ def test_no_query_sees_the_future(family):
     position, bad = torch.cat(seen), torch.cat(states).isnan().any(-1)
     assert position.tolist() == list(range(30)) and len(seen) == 2
     assert not bad[:25].any() and bad[25:27].all()
+
+
+needs_kernel = pytest.mark.skipif(not paged_kernel("auto"), reason="needs the CPU kernel")
+VERIFIED = SKETCHED | {"settings": {"cache_config": {"bits": 4, "shortest": 16, "verify": True}}}
+
+
+@needs_kernel
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_reads_sketches_and_every_request_has_its_certificate(family, dtype):
+    model = _model(family, alpha="learned", alpha_init="normal").to(dtype)
+    prompts = _prompts([50, 3, 41, 17])
+    with _manager(model, **VERIFIED) as manager:
+        outs = _results(manager, [manager.add_request(prompt, max_new_tokens=1 + NEW) for prompt in prompts])
+        whole = manager.certificate()
+    assert [out.error for out in outs] == [None] * 4 and whole.violations == 0 < whole.verified_steps
+    if dtype == torch.float32:
+        assert [out.generated_tokens for out in outs] == [_alone(model, prompt, 1 + NEW) for prompt in prompts]
+    full = len(whole.layers) - (family == "gemma2")  # its first layer has a window of four
+    for out, prompt in zip(outs, prompts, strict=True):
+        read, n = out.certificate, len(prompt)
+        by_layer = [sum(n + 1 + step for step in range(NEW)), sum(min(4, n + 1 + step) for step in range(NEW))]
+        assert read.keys_total == 4 * (full * by_layer[0] + (len(read.layers) - full) * by_layer[1])
+    assert whole.keys_total == sum(out.certificate.keys_total for out in outs)
+    assert whole.keys_read == sum(out.certificate.keys_read for out in outs) < whole.keys_total
+    assert outs[0].certificate.keys_zero > 0 and sum(layer.sketch_bytes for layer in whole.layers) > 0
+    assert "proved zero" in str(outs[0].certificate)
+
+
+@needs_kernel
+def test_a_page_is_sketched_once_and_shared_with_its_block(monkeypatch):
+    pages = []
+    put = KeySketch.put
+    monkeypatch.setattr(
+        KeySketch, "put", lambda self, key, places: pages.extend(places.tolist()) or put(self, key, places)
+    )
+    model, prefix = _model(), _prompts([48])[0]
+    prompts = [prefix + more for more in _prompts([3, 8, 1], seed=1)]
+    with _manager(model, **VERIFIED) as manager:
+        first = _results(manager, [manager.add_request(prompts[0], max_new_tokens=NEW)])
+        assert sorted(pages) == sorted(pages[:3] * 2)  # two layers
+        rest = _results(manager, [manager.add_request(prompt, max_new_tokens=NEW) for prompt in prompts[1:]])
+        assert len(pages) == 6
+        # What is taken again is sketched again.
+        manager.batch_processor.scheduler.cache.evict_cached_blocks()
+        again = _results(
+            manager, [manager.add_request(prompt, max_new_tokens=NEW) for prompt in _prompts([60] * 8, seed=2)]
+        )
+        assert len(pages) > 12
+    expected = [_alone(model, prompt) for prompt in [*prompts, *_prompts([60] * 8, seed=2)]]
+    assert [out.generated_tokens for out in first + rest + again] == expected
+
+
+@needs_kernel
+def test_copied_blocks_are_sketched_anew():
+    model, prompt = _model(), _prompts([39])[0]
+    settings = _settings(num_return_sequences=3, do_sample=True, top_k=1, **VERIFIED["settings"])
+    engine = _engine(page_size=16, num_blocks=32, allow_block_sharing=False)
+    found = model.generate_batch([prompt], generation_config=settings, continuous_batching_config=engine)
+    assert [out.error for out in found.values()] == [None] * 3
+    assert [out.generated_tokens for out in found.values()] == [_alone(model, prompt)] * 3
+
+
+def test_what_a_server_is_asked_for_is_checked():
+    model = _model()
+    with _manager(model, **SKETCHED | {"settings": {"cache_config": {"bits": None}}}) as manager:
+        out = _results(manager, [manager.add_request(_prompts([40])[0], max_new_tokens=NEW)])[0]
+    assert out.certificate.keys_read == out.certificate.keys_total > 0
+    for options, message in ({"bits": 3}, "bits=3"), ({"page_size": 8}, "page_size"):
+        with pytest.raises(ValueError, match=message):
+            model.init_continuous_batching(_settings(cache_config=options), _engine())
 
 
 def test_a_request_that_never_fits_is_refused_and_others_go_on():

@@ -11,7 +11,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from hf_entmax.generation.serving.step import PagedStep
+from hf_entmax.generation.serving.reader import PagedReader, ServingPlan, can_sketch
+from hf_entmax.generation.serving.step import PagedStep, window_of
 from hf_entmax.integration.config_hook import CONFIG_KEY, IMPLEMENTATION, require
 from hf_entmax.integration.paged import PagedMask
 
@@ -20,7 +21,11 @@ _ENGINE = "transformers.generation.continuous_batching"
 _EXPECTED = [
     ("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn", ["self", "model"]),
     ("continuous_api", "ContinuousBatchingManager", "add_request", ["self", "input_ids", "request_id"]),
+    ("continuous_api", "ContinuousBatchingManager", "_create_batch_processor", ["self"]),
     ("input_outputs", "ContinuousBatchingIOs", "get_model_kwargs", ["self", "use_padding"]),
+    ("requests", "RequestState", "to_generation_output", ["self"]),
+    ("offloading_manager", "OffloadingManager", "restore_scheduled_requests", ["self", "requests_in_batch"]),
+    ("cache_allocators", "CacheAllocator", "copy_blocks", ["self", "source_block_ids", "dest_block_ids"]),
     (
         "cache",
         "PagedAttentionCache",
@@ -28,6 +33,7 @@ _EXPECTED = [
         ["self", "request_id", "past_length", "query_length", "read_index", "write_index"],
     ),
     ("scheduler", "Scheduler", "add_waiting_request", ["self", "state"]),
+    ("scheduler", "Scheduler", "clear_cancelled_requests", ["self"]),
     *(
         (
             "cache_allocators",
@@ -40,6 +46,8 @@ _EXPECTED = [
 ]
 _LAST = "5.23"
 _HOOKED = "_entmax_hook"
+# Where a paged cache, its allocators and the requests in it have what reads it.
+_READER = "_entmax_reader"
 
 
 def problem() -> str | None:
@@ -67,6 +75,11 @@ def install() -> None:
         ("input_outputs", "ContinuousBatchingIOs", "get_model_kwargs"): _get_model_kwargs,
         ("cache", "PagedAttentionCache", "extend_read_and_write_indices"): _extend_indices,
         ("scheduler", "Scheduler", "add_waiting_request"): _add_waiting_request,
+        ("scheduler", "Scheduler", "clear_cancelled_requests"): _clear_cancelled,
+        ("continuous_api", "ContinuousBatchingManager", "_create_batch_processor"): _create_batch_processor,
+        ("requests", "RequestState", "to_generation_output"): _to_generation_output,
+        ("offloading_manager", "OffloadingManager", "restore_scheduled_requests"): _restore_requests,
+        ("cache_allocators", "CacheAllocator", "copy_blocks"): _copy_blocks,
     }
     for (module, owner, method), make in hooks.items():
         found = getattr(importlib.import_module(f"{_ENGINE}.{module}"), owner)
@@ -97,7 +110,9 @@ def check_manager(manager: Any) -> None:
 
     Raises:
         NotImplementedError: naming the option.
+        ValueError: if an option of ``cache_config`` is unknown or not allowed.
     """
+    plan_of(manager.generation_config)
     asked = manager.continuous_batching_config
     wrong = None
     if asked.varlen_compile_config is not None or asked.decode_compile_config is not None:
@@ -137,7 +152,10 @@ def _get_model_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_model_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
         if _is_patched(self.config):
-            step = PagedStep(self.cache, self.requests_in_batch, found["write_index"])
+            reader: PagedReader = getattr(self.cache, _READER)
+            for future in self.requests_in_batch:
+                setattr(future.state, _READER, reader)
+            step = PagedStep(self.cache, reader, self.requests_in_batch, found["write_index"])
             masks = {
                 kind: PagedMask(step, (1, 1, self.num_q_tokens, length), self.model_dtype, self.device)
                 for kind, length in self.total_seqlen_k.items()
@@ -159,6 +177,96 @@ def _extend_indices(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, request_id, past_length, query_length, wanted, write_index)
 
     return extend_read_and_write_indices
+
+
+def _create_batch_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_batch_processor(self: Any) -> Any:
+        processor = original(self)
+        cache = processor.cache
+        if _is_patched(cache.config) and not hasattr(cache, _READER):
+            reader = PagedReader(cache, plan_of(self.generation_config))
+            for holder in (cache, *cache.cache_allocators.values()):
+                setattr(holder, _READER, reader)
+        return processor
+
+    return create_batch_processor
+
+
+def plan_of(generation_config: Any) -> ServingPlan:
+    """What ``cache_config`` of a generation configuration asks for.
+
+    Raises:
+        ValueError: if an option is unknown or not allowed.
+    """
+    options = generation_config.cache_config or {}
+    try:
+        return ServingPlan(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"cache_config={options!r} does not fit continuous batching of patched models ({error}): it takes bits, verify and "
+            "shortest."
+        ) from error
+
+
+def certificate_of(manager: Any) -> Any:
+    """What a manager's requests read and proved, all together."""
+    processor = manager.batch_processor
+    if processor is None:
+        raise ValueError(
+            "This manager has no cache: start it, and ask before it is stopped (or keep it for the next session)."
+        )
+    return getattr(processor.cache, _READER).certificate()
+
+
+def _to_generation_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_generation_output(self: Any) -> Any:
+        output = original(self)
+        reader: PagedReader | None = getattr(self, _READER, None)
+        if reader is not None and output.is_finished():
+            output.certificate = reader.finish(self.request_id)
+        return output
+
+    return to_generation_output
+
+
+def _clear_cancelled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clear_cancelled_requests(self: Any) -> Any:
+        cancelled = original(self)
+        reader: PagedReader | None = getattr(self.cache, _READER, None)
+        if reader is not None:
+            for state in cancelled:
+                reader.finish(state.request_id)
+        return cancelled
+
+    return clear_cancelled_requests
+
+
+def _restore_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def restore_scheduled_requests(self: Any, requests_in_batch: Any) -> Any:
+        reader: PagedReader | None = getattr(self.cache, _READER, None)
+        back = [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]
+        if reader is not None and back:
+            for allocator in self.cache.cache_allocators.values():
+                for name in back:
+                    _forget(reader, allocator, allocator.block_table.get(name, []))
+        return original(self, requests_in_batch)
+
+    return restore_scheduled_requests
+
+
+def _copy_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def copy_blocks(self: Any, source_block_ids: list[int], dest_block_ids: list[int]) -> Any:
+        reader: PagedReader | None = getattr(self, _READER, None)
+        if reader is not None:
+            _forget(reader, self, dest_block_ids)
+        return original(self, source_block_ids, dest_block_ids)
+
+    return copy_blocks
+
+
+def _forget(reader: PagedReader, allocator: Any, blocks: list[int]) -> None:
+    if window_of(allocator) is None and can_sketch(allocator.tokens_per_page) and blocks:
+        reader.forget_blocks(allocator, blocks)
 
 
 def _add_waiting_request(original: Callable[..., Any]) -> Callable[..., Any]:

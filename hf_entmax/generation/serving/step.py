@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_entmax.generation.serving.reader import PagedReader, Rows, can_sketch, page_of
 from hf_entmax.integration.paged import PagedCall
+from hf_entmax.ops.backends import available_backends
+from hf_entmax.ops.exact.paged import BlockTable
 from hf_entmax.ops.options import AttentionOptions
 
 
@@ -50,12 +54,13 @@ class PagedStep:
 
     Args:
         cache: the engine's paged cache.
+        reader: what goes with it.
         batch: its requests in the order of their queries, ``FutureRequestState`` each.
         write_index: of each allocator, where the new keys go, int64 ``[T_q]``.
     """
 
-    def __init__(self, cache: Any, batch: Sequence[Any], write_index: Sequence[Tensor]) -> None:
-        self.cache, self._write_index = cache, write_index
+    def __init__(self, cache: Any, reader: PagedReader, batch: Sequence[Any], write_index: Sequence[Tensor]) -> None:
+        self.cache, self.reader, self._write_index = cache, reader, write_index
         counts = [future.query_length for future in batch]
         firsts = itertools.accumulate(counts, initial=0)
         self.requests = [
@@ -64,6 +69,8 @@ class PagedStep:
             for future, first, count in zip(batch, firsts, counts, strict=False)
         ]
         self._visible: dict[int | None, Tensor] = {}
+        self._rows: dict[int, Rows | None] = {}
+        self._begun: set[int] = set()
 
     def visible_keys(self, module: nn.Module) -> Tensor:
         """How many keys each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
@@ -89,9 +96,18 @@ class PagedStep:
         nothing = self._write_index[allocator.index][:0]
         new = (key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1))
         allocator.update(*new, layer, nothing, self._write_index[allocator.index])
+        if allocator.index not in self._begun:
+            self._begun.add(allocator.index)
+            self._note_writes(allocator)
         out = value.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         own = dataclasses.replace(options, is_causal=True, sliding_window=window)
+        rows = self._decoding(allocator, call)
+        if rows is not None:
+            queries = query[0].transpose(0, 1)[rows.index][:, :, None]
+            out[0, rows.index] = self.reader.layers[layer].attend(call, rows, queries, options)[:, :, 0]
         for request in self.requests:
+            if rows is not None and request.queries == 1:
+                continue
             at = request.span
             keys, values = key[:, :, at], value[:, :, at]
             if window is not None and request.past:
@@ -100,7 +116,61 @@ class PagedStep:
             elif request.past:
                 keys, values = self._blocks(allocator, layer, request)
             out[:, at] = call.attend(query[:, :, at], keys, values, own).transpose(1, 2)
+        if rows is None:
+            self._count_dense(call, layer, query.shape[1], window)
         return out
+
+    def _decoding(self, allocator: Any, call: PagedCall) -> Rows | None:
+        """The requests with one query, where the paged kernel can take them."""
+        if allocator.index not in self._rows:
+            self._rows[allocator.index] = self._find_rows(allocator)
+        rows = self._rows[allocator.index]
+        softmax = call.backend == "torch"
+        return None if rows is None or call.alpha is None or softmax or not paged_kernel(call.backend) else rows
+
+    def _find_rows(self, allocator: Any) -> Rows | None:
+        size = allocator.tokens_per_page
+        single = [request for request in self.requests if request.queries == 1]
+        if not single or window_of(allocator) is not None or not can_sketch(size) or self.cache.device.type != "cpu":
+            return None
+        tables = [allocator.block_table[request.name] for request in single]
+        table = np.zeros((len(single), max(map(len, tables))), np.int32)
+        for row, own in zip(table, tables, strict=True):
+            row[: len(own)] = own
+        lengths = np.array([request.length for request in single], np.int32)
+        page = page_of(size)
+        sketched = np.where(lengths >= self.reader.plan.shortest, lengths // page * page, 0).astype(np.int32)
+        places = [request.first for request in single]
+        together = places[-1] - places[0] == len(places) - 1
+        table, lengths, sketched = (torch.from_numpy(numbers) for numbers in (table, lengths, sketched))
+        blocks = BlockTable(table, lengths, sketched, size, allocator.block_physical_stride)
+        return Rows(
+            [request.name for request in single],
+            np.array([self.reader.slot(request.name) for request in single]),
+            blocks,
+            slice(places[0], places[-1] + 1) if together else torch.tensor(places),
+            sketched.numpy() > 0,
+        )
+
+    def _note_writes(self, allocator: Any) -> None:
+        """Say which pages of the cache hold new keys."""
+        size = allocator.tokens_per_page
+        if window_of(allocator) is not None or not can_sketch(size):
+            return
+        page = page_of(size)
+        for request in self.requests:
+            number = np.arange(request.past // page, -(-request.length // page))
+            table = np.asarray(allocator.block_table[request.name])
+            per_block = size // page
+            self.reader.forget(allocator, table[number // per_block] * per_block + number % per_block)
+
+    def _count_dense(self, call: PagedCall, layer: int, heads: int, window: int | None) -> None:
+        single = [request for request in self.requests if request.queries == 1]
+        if single:
+            why = "sliding window" if window else "no kernel that reads blocks" if call.alpha is not None else "mapping"
+            slots = np.array([self.reader.slot(request.name) for request in single])
+            lengths = np.array([min(request.length, window or request.length) for request in single], np.int64)
+            self.reader.layers[layer].count_dense(why, slots, lengths, heads)
 
     def _blocks(self, allocator: Any, layer: int, request: Request) -> tuple[Tensor, Tensor]:
         """All keys and values of a request ``[1, H_kv, T, D]``."""
@@ -117,6 +187,12 @@ class PagedStep:
         page, offset = np.divmod(slots, allocator.tokens_per_page)
         index = torch.from_numpy(table[page] * allocator.block_physical_stride + offset).to(self.cache.device)
         return tuple(_rows(held[index]) for held in allocator._kv_token_views[layer])  # type: ignore[return-value]
+
+
+@functools.cache
+def paged_kernel(backend: str) -> bool:
+    """Whether a kernel that reads keys in blocks runs here."""
+    return backend in ("auto", "numba") and available_backends()["numba"].startswith("available")
 
 
 def window_of(allocator: Any) -> int | None:

@@ -144,14 +144,28 @@ class KeySketch:
         pages = length // self.page_size
         if pages > self.norm.shape[2]:
             self._grow(max(pages, 2 * self.norm.shape[2]))
-        size = self.page_size
-        at_once = max(1, _CHUNK // max(1, key.shape[0] * key.shape[1] * size * key.shape[3]))
+        at_once = self.pages_at_once
         for first in range(self.pages, pages, at_once):
             last = min(first + at_once, pages)
-            new = key.detach()[:, :, first * size : last * size]
-            for kept, fresh in zip(self._tensors(), self._quantise(new), strict=True):
-                kept[:, :, first:last] = fresh
-        self.length = pages * size
+            self.put(key[:, :, first * self.page_size : last * self.page_size], slice(first, last))
+        self.length = pages * self.page_size
+
+    @property
+    def pages_at_once(self) -> int:
+        """How many pages to quantise at a time, so that temporaries stay small."""
+        return max(1, _CHUNK // max(1, self.norm.shape[0] * self.norm.shape[1] * self.page_size * self.head_dim))
+
+    def put(self, key: Tensor, places: slice | Tensor) -> None:
+        """Sketch whole pages of keys ``[B, H_kv, n * P, D]``, in any ``n`` places that there is room for; the length stays."""
+        for kept, fresh in zip(self._tensors(), self._quantise(key.detach()), strict=True):
+            kept[:, :, places] = fresh
+
+    def select(self, places: Tensor) -> KeySketch:
+        """A sketch of the pages in some places, int64 ``[n]``, one after the other."""
+        parts = [t.index_select(2, places) for t in self._tensors()]
+        return dataclasses.replace(
+            self, **dict(zip(("codes", "low", "step", "norm"), parts, strict=True)), length=len(places) * self.page_size
+        )
 
     def reorder(self, index: Tensor) -> None:
         """Take the sequences ``index``, int64 ``[n]``, in the place of the present ones, as a beam search does."""

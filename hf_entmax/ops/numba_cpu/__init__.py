@@ -18,6 +18,7 @@ from hf_entmax.ops.solve import masked_below, transformed
 from hf_entmax.ops.sparse_rows import SparseRows
 
 if TYPE_CHECKING:
+    from hf_entmax.ops.exact.paged import BlockTable
     from hf_entmax.ops.exact.sketch import KeySketch
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.
@@ -110,18 +111,25 @@ def attention(
 
 
 def exact_sparse_attention(
-    query: Tensor, sketch: KeySketch, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
+    query: Tensor,
+    sketch: KeySketch,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    options: AttentionOptions,
+    blocks: BlockTable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `hf_entmax.ops.exact_sparse_attention` on the CPU; return the output, and its counts as one int64 tensor ``[3, B, H]``.
 
-    Keys and values are read where they lie, in their dtype; the sketch of a key head is read once for all its query heads.
+    Keys and values are read where they lie, in their dtype; the sketch of a key head is read once for all its query heads. With
+    ``blocks`` they are those of `hf_entmax.ops.exact.paged_attention`.
     """
     from .exact_host import attend
 
     if not isinstance(alpha, Tensor):
         alpha = torch.tensor(float(alpha), dtype=torch.float64)
     mask, bias = _with_infinities(options.attention_mask), _with_infinities(options.position_bias)
-    return attend(query, sketch, key, value, alpha, mask, bias, options)
+    return attend(query, sketch, key, value, alpha, mask, bias, options, blocks)
 
 
 def _with_infinities(term: Tensor | None) -> Tensor | None:

@@ -13,11 +13,12 @@ from numba.np.numpy_support import carray
 from hf_entmax.ops.sketch_format import HALF_STEP
 
 from .codes import load_float16, magnitude, make_page, store_as_bytes
-from .intrinsics import jit, jit_as
+from .intrinsics import jit, jit_as, jit_inline
 from .layout import BOUND_ROWS, LANES, VECTOR, WEIGHT_PLANES
 from .scores import row_limits
 from .simd import (
-    atomic_increment, load, max_lanes, maximum, muladd, read_f32, read_f64, round_nearest, splat, store, sum_lanes,
+    atomic_increment, load, max_lanes, maximum, muladd, read_f32, read_f64, read_i32, round_nearest, splat, store,
+    sum_lanes,
     write_f32,
 )  # fmt: skip
 from .tiles import copy_scaled
@@ -32,6 +33,36 @@ _LEAST_WEIGHT = _f(1e-30)
 def row_place(r, row):
     """Return batch, query head and query of one of the rows [B, H, T_q]."""
     return row // r.queries // r.heads, row // r.queries % r.heads, row % r.queries
+
+
+@jit_inline
+def _block(r, b, number):
+    return np.int64(read_i32(r.tables + b * r.table_bytes + 4 * number))
+
+
+@jit_inline
+def held_row(r, b, j):
+    """The row of the buffer where key j of a sequence lies."""
+    if r.tables == 0:
+        return j
+    return _block(r, b, j >> r.block_shift) * r.block_stride + (j & ((1 << r.block_shift) - 1))
+
+
+@jit_inline
+def _held_page(r, b, page):
+    """The place of a page in the sketch: that of its block, and in it its own."""
+    if r.tables == 0:
+        return page
+    shift = r.block_shift - r.page_shift
+    return (_block(r, b, page >> shift) << shift) + (page & ((1 << shift) - 1))
+
+
+@jit_inline
+def last_sketched(r, b, high):
+    """One past the last key before ``high`` that has a sketch."""
+    if r.sketched != 0:
+        return min(high, np.int64(read_i32(r.sketched + 4 * b)))
+    return min(high, r.pages * r.page_size)
 
 
 @jit
@@ -104,8 +135,9 @@ def _make_bounds(bits):
         line = LANES * r.depth_vectors
         weights, scalars, tops = scratch + r.weights_at, scratch + r.scalars_at, scratch + r.tops_at
         products = scratch + r.weights_at - VECTOR * r.depth_vectors
-        place = b * r.low_b + h_kv * r.low_h + 2 * line * page
-        norm = read_f32(r.norm + b * r.norm_b + h_kv * r.norm_h + 4 * page)
+        held = _held_page(r, b, page)
+        place = b * r.low_b + h_kv * r.low_h + 2 * line * held
+        norm = read_f32(r.norm + b * r.norm_b + h_kv * r.norm_h + 4 * held)
         for t in range(rows):
             slack = norm * read_f32(norms + 4 * t)
             width = prepare_row(
@@ -120,7 +152,7 @@ def _make_bounds(bits):
                 r.depth_vectors,
             )
             write_f32(r.widths + 4 * ((first_row + t) * r.pages + page), width)
-        codes = r.codes + b * r.codes_b + h_kv * r.codes_h + page * r.page_size * line * bits // 8
+        codes = r.codes + b * r.codes_b + h_kv * r.codes_h + held * r.page_size * line * bits // 8
         target, blocks, quads = (
             r.upper + r.upper_bytes * first_row + 4 * r.page_size * page,
             r.page_size // LANES,
@@ -157,7 +189,7 @@ def _visible_pages(r, b, h_kv, first_row, rows):
         row_low, row_high = row_limits(r, b, h, i)
         if row_high > row_low:
             low, high = min(low, row_low), max(high, row_high)
-    return low // r.page_size, min(r.pages, (high + r.page_size - 1) // r.page_size)
+    return low // r.page_size, (last_sketched(r, b, high) + r.page_size - 1) // r.page_size
 
 
 def _make_run(bits):

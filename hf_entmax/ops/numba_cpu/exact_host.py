@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from .layout import EXACT_RECORD, structure
 from .runtime import launch, storage
 
 if TYPE_CHECKING:
+    from hf_entmax.ops.exact.paged import BlockTable
     from hf_entmax.ops.exact.sketch import KeySketch
 
 _Record = structure(EXACT_RECORD)
@@ -42,12 +44,21 @@ def attend(
     mask: Tensor | None,
     bias: Tensor | None,
     options: AttentionOptions,
+    blocks: BlockTable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to at least one key; return the output, and visible, read and nonzero keys, int64 ``[3, B, H]``."""
+    """Attend to at least one key; return the output, and visible, read and nonzero keys, int64 ``[3, B, H]``.
+
+    With ``blocks`` there is one query for each sequence, and key and value are the buffer ``[1, H_kv, rows, D]``.
+    """
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
-    shape, rows, pages = (batch, heads, queries, keys), batch * heads * queries, sketch.pages
+    if blocks is not None:
+        keys = blocks.longest
+    shape, rows = (batch, heads, queries, keys), batch * heads * queries
+    pages = sketch.pages if blocks is None else int(blocks.sketched.max()) // sketch.page_size
     mask, limits = limits_and_mask(mask, options.key_padding_mask)
+    if blocks is not None:
+        limits = blocks.limits
     query = as_rows(query)
     # Read as they are: a row is only asked to be contiguous.
     key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (key, value))
@@ -63,6 +74,8 @@ def attend(
     terms = [None if t is None else as_term(t, shape) for t in (mask, bias)]
     describe(r, (query, key, value), terms, limits)
     set_rows(r, "out", out)
+    if blocks is not None:
+        _describe_blocks(r, blocks, sketch, keys)
     sinks = None if options.sink is None else options.sink.detach().double().contiguous()
     if sinks is not None:
         r.sinks = sinks.data_ptr()
@@ -82,10 +95,12 @@ def attend(
     if pages and most >= r.least_u:
         for name in ("codes", "low", "step", "norm"):
             set_rows(r, name, getattr(sketch, name), "bh")
+        if blocks is not None:
+            r.codes_b = r.low_b = r.step_b = r.norm_b = 0
         r.page_size, r.pages = sketch.page_size, pages
         # A spare vector, because the last store of a row may run over its end.
-        r.upper_bytes = 4 * sketch.length + layout.VECTOR
-        held = storage(rows * (r.upper_bytes + 8 * pages))
+        r.upper_bytes = 4 * pages * sketch.page_size + layout.VECTOR
+        held = _kept_storage("bounds", rows * (r.upper_bytes + 8 * pages))
         r.upper = held.data_ptr()
         r.tops = r.upper + rows * r.upper_bytes
         r.widths = r.tops + 4 * rows * pages
@@ -93,6 +108,28 @@ def attend(
         launch(kernel(bounds), r, pairs * r.chunks, threads, layout.bounds_scratch(r.depth_vectors, rows // pairs))
     launch(kernel("exact_rows"), r, rows, threads, layout.exact_scratch(r.depth_vectors, value_vectors, keys + 1))
     return in_rows_layout(out, value), counts[..., 0] if queries == 1 else counts.sum(-1)
+
+
+def _describe_blocks(r: Any, blocks: BlockTable, sketch: KeySketch, keys: int) -> None:
+    """Tell a record that keys lie in blocks, one sequence of them for each query; the buffer and the sketch are all sequences'."""
+    r.keys, r.k_b, r.v_b = keys, 0, 0
+    r.tables, r.table_bytes = blocks.tables.data_ptr(), 4 * blocks.tables.stride(0)
+    r.sketched = blocks.sketched.data_ptr()
+    r.block_shift, r.page_shift = blocks.size.bit_length() - 1, sketch.page_size.bit_length() - 1
+    r.block_stride = blocks.stride
+
+
+# By thread, because several may decode at once.
+_kept = threading.local()
+
+
+def _kept_storage(purpose: str, size: int) -> Tensor:
+    """Memory that stays from call to call: to be given fresh pages for every step of every layer costs more than the arithmetic."""
+    held: Tensor | None = getattr(_kept, purpose, None)
+    if held is None or held.numel() < size:
+        held = storage(size + size // 4)
+        setattr(_kept, purpose, held)
+    return held
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray
 from hf_entmax.ops.sketch_format import THRESHOLD_ROUNDINGS
 
 from .codes import FLOAT32, widen_row
-from .exact_bounds import copy_query, row_place
+from .exact_bounds import copy_query, held_row, last_sketched, row_place
 from .intrinsics import jit, jit_inline
 from .layout import VECTOR
 from .scores import MASKED_BELOW, add_terms, candidates, cap, mask_allows, row_limits, row_maximum, term_row
@@ -73,17 +73,22 @@ def _shift_below(x, n, u):
 
 
 @jit
-def _exact_scores(r, q, keys, index, n, target, wide):
+def _exact_scores(r, b, q, keys, index, n, target, wide):
     """Compute the scores of the keys ``index`` before any term, as dense attention does."""
     row_bytes = VECTOR * r.depth_vectors
     direct = r.key_kind == FLOAT32 and r.key_dim % LANES == 0
     for k in range(0, n, LANES):
         last = min(LANES, n - k) - 1
         if direct:
-            store(target + 4 * k, dots_of_gathered_rows(q, index + 4 * k, last, keys, r.k_t, r.depth_vectors))
+            rows = index + 4 * k
+            if r.tables != 0:
+                rows = wide
+                for lane in range(last + 1):
+                    write_i32(rows + 4 * lane, np.int32(held_row(r, b, np.int64(read_i32(index + 4 * (k + lane))))))
+            store(target + 4 * k, dots_of_gathered_rows(q, rows, last, keys, r.k_t, r.depth_vectors))
         else:
             for lane in range(last + 1):
-                key = keys + np.int64(read_i32(index + 4 * (k + lane))) * r.k_t
+                key = keys + held_row(r, b, np.int64(read_i32(index + 4 * (k + lane)))) * r.k_t
                 widen_row(r.key_kind, key, r.key_dim, wide + row_bytes * lane)
             store(target + 4 * k, dots_of_rows(q, 0, last, wide, row_bytes, r.depth_vectors))
 
@@ -248,7 +253,7 @@ def _choose(r, row, u, sink, low, high, q, keys, wide, upper, tops, widths, foun
             compress_index(mask, load_index(index + 4 * k), found + 4 * n)
             n += count(mask)
         if n > first:
-            _exact_scores(r, q, keys, found + 4 * first, n - first, exact + 4 * first, wide)
+            _exact_scores(r, b, q, keys, found + 4 * first, n - first, exact + 4 * first, wide)
             _add_terms_at(r, exact + 4 * first, found + 4 * first, n - first, b, h, i)
             for k in range(first, n):
                 write_f32(upper + 4 * np.int64(read_i32(found + 4 * k)), -_INFINITY)
@@ -260,7 +265,7 @@ def _choose(r, row, u, sink, low, high, q, keys, wide, upper, tops, widths, foun
             floor = max(floor, _f(top + _shift_below(x, m, u) - reach - margin))
     first = n
     n = _above(r, upper, tops, low, high, floor, found, n)
-    _exact_scores(r, q, keys, found + 4 * first, n - first, exact + 4 * first, wide)
+    _exact_scores(r, b, q, keys, found + 4 * first, n - first, exact + 4 * first, wide)
     _add_terms_at(r, exact + 4 * first, found + 4 * first, n - first, b, h, i)
     return n
 
@@ -300,14 +305,14 @@ def _finish(r, row, u, sink, found, exact, n, x, index, p, other, kept, out, val
     write_f32(exact + 4 * n, sink)
     write_i32(found + 4 * n, np.int32(-1))
     m = candidates(exact, 0, n + 1, top, u, x, index)
-    h = row_place(r, row)[1]
+    b, h, _ = row_place(r, row)
     m = solve_row(read_i64(r.solvers + 8 * h), x, index, p, other, m, u)
     size = keep_support(p, index, m, kept)
     support = 0
     for k in range(size):
         key = read_i32(found + 4 * np.int64(read_i32(kept + 4 * k)))
         if key >= 0:
-            write_i32(index + 4 * support, key)
+            write_i32(index + 4 * support, np.int32(held_row(r, b, np.int64(key))))
             write_f32(p + 4 * support, read_f32(kept + 4 * (size + k)))
             support += 1
     _sum_values(r, out, values, index, p, support, wide)
@@ -329,11 +334,11 @@ def _run_row(r, row, scratch):
     low, high = row_limits(r, b, h, i)
     bounded = low
     if u >= r.least_u:
-        bounded = max(low, min(high, r.pages * r.page_size))
+        bounded = max(low, last_sketched(r, b, high))
     n = high - bounded
     for k in range(0, n, LANES):
         store_index(found + 4 * k, indices(bounded + k))
-    _exact_scores(r, q, keys, found, n, exact, wide)
+    _exact_scores(r, b, q, keys, found, n, exact, wide)
     _add_terms_at(r, exact, found, n, b, h, i)
     visible, terms = _count_visible(r, b, h, i, bounded, high), _has_terms(r)
     read, total = visible - n, visible

@@ -98,6 +98,9 @@ _EXACT_ADDRESSES = (
     "total",  # int64 [B * H * T_q]: keys that are visible, read, and with weight
     "read",
     "nonzero",
+    # Of keys that lie in blocks of one buffer, else 0: the numbers of each sequence's blocks, and how many keys have a sketch.
+    "tables",  # int32 [B, blocks]
+    "sketched",  # int32 [B]
 )
 _EXACT_SIZES = (
     "key_kind",  # 0 float32, 1 bfloat16, 2 float16
@@ -107,6 +110,10 @@ _EXACT_SIZES = (
     "page_size",
     "pages",  # of the sketch
     "upper_bytes",  # of a row of upper bounds
+    "table_bytes",  # of a row of tables
+    "block_shift",  # log2 of the keys of a block
+    "page_shift",  # log2 of the keys of a page
+    "block_stride",  # rows of the buffer from one block to the next
     "weights_at",
     "scalars_at",
     "tops_at",
