@@ -220,6 +220,22 @@ def analyze(
         raise typer.Exit(1)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def serve(context: typer.Context) -> None:
+    """Start the server of Transformers where patched models load: `transformers serve`, all of whose options it takes."""
+    import hf_entmax  # noqa: F401  (a patched checkpoint loads where it is imported)
+    from hf_entmax.generation.serving.hooks import has_server
+
+    if not has_server():
+        raise ImportError('The server needs more packages: pip install "hf_entmax[serving]"')
+    from transformers.cli.transformers import app as theirs
+
+    theirs(["serve", *context.args], prog_name="hf-entmax")
+
+
 def _score(text: str) -> tuple[str, list[float]]:
     name, _, numbers = text.partition("=")
     try:

@@ -23,6 +23,7 @@ def examine_installation(console: Console, compile: bool = False, check: bool = 
     import transformers
 
     import hf_entmax
+    from hf_entmax.generation.serving import hooks
 
     versions = {"hf_entmax": hf_entmax.__version__, "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -30,6 +31,7 @@ def examine_installation(console: Console, compile: bool = False, check: bool = 
     console.print(table("Versions", ("package", "version"), versions.items()))
     states = ((name, escape(str(state))) for name, state in hf_entmax.available_backends().items())
     console.print(table("Backends", ("backend", "state"), states))
+    console.print("Continuous batching (generate_batch, hf-entmax serve): " + escape(hooks.state()))
     if compile:
         _compile_kernels(console)
     right = _check_kernels(console) if check else True

@@ -189,3 +189,14 @@ def test_each_option_stands_once_and_is_on_the_command_line(command, options):
             continue  # for callers from Python
         assert found[field.name].help == hints[field.name].__metadata__[0].help
         assert found[field.name].default == field.default or found[field.name].default in (None, ())
+
+
+def test_serve_hands_its_options_to_the_server_of_transformers(monkeypatch):
+    from hf_entmax.generation.serving import hooks
+
+    monkeypatch.setattr(hooks, "has_server", lambda: False)
+    assert "hf_entmax[serving]" in str(run(app, ["serve", "folder"]).exception)
+    assert "the server needs" in hooks.state()
+    monkeypatch.undo()
+    if hooks.has_server():
+        assert "--cb-num-blocks" in run(app, ["serve", "--help"], env={"COLUMNS": "200"}).output

@@ -66,6 +66,21 @@ def problem() -> str | None:
     return None
 
 
+def has_server() -> bool:
+    """Whether the packages of Transformers' server are installed."""
+    from transformers.utils.import_utils import is_serve_available
+
+    return is_serve_available()
+
+
+def state() -> str:
+    """Say whether patched models can be served with what is installed."""
+    reason = problem()
+    if reason is not None:
+        return f"no: {reason}"
+    return "works" if has_server() else 'generate_batch works; the server needs pip install "hf_entmax[serving]"'
+
+
 def install() -> None:
     """Hook the engine, once, if it is the expected one; else `refuse_engine` says what differs."""
     if problem() is not None:

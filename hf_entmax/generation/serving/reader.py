@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.generation.bits import BitChoice, Bits
-from hf_entmax.generation.certificate import Certificate, LayerCertificate, Tally
+from hf_entmax.generation.cache_reads import Certificate, LayerCertificate, Tally
 from hf_entmax.generation.verification import compare_with_dense
 from hf_entmax.integration.paged import PagedCall
 from hf_entmax.ops.exact import KeySketch
