@@ -7,7 +7,8 @@ from tolerances import assert_half
 from hf_entmax.ops import available_backends
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.exact import KeySketch
-from hf_entmax.ops.exact.paged import BlockTable, paged_attention
+from hf_entmax.ops.exact.blocks import BlockTable
+from hf_entmax.ops.exact.paged import paged_attention
 from hf_entmax.ops.options import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -14,7 +14,8 @@ from hf_entmax.generation.cache_reads import Certificate, LayerCertificate, Tall
 from hf_entmax.generation.verification import compare_with_dense
 from hf_entmax.integration.paged import PagedCall
 from hf_entmax.ops.exact import KeySketch
-from hf_entmax.ops.exact.paged import BlockTable, paged_attention
+from hf_entmax.ops.exact.blocks import BlockTable
+from hf_entmax.ops.exact.paged import paged_attention
 from hf_entmax.ops.options import AttentionOptions
 
 # Keys of a page of the sketch, at most; smaller where blocks are.

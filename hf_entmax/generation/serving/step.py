@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_entmax.generation.serving.reader import PagedReader, Rows, can_sketch, page_of
 from hf_entmax.integration.paged import PagedCall
 from hf_entmax.ops.backends import available_backends
-from hf_entmax.ops.exact.paged import BlockTable
+from hf_entmax.ops.exact.blocks import BlockTable
 from hf_entmax.ops.options import AttentionOptions
 
 

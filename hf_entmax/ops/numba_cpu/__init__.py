@@ -18,7 +18,7 @@ from hf_entmax.ops.solve import masked_below, transformed
 from hf_entmax.ops.sparse_rows import SparseRows
 
 if TYPE_CHECKING:
-    from hf_entmax.ops.exact.paged import BlockTable
+    from hf_entmax.ops.exact.blocks import BlockTable
     from hf_entmax.ops.exact.sketch import KeySketch
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.

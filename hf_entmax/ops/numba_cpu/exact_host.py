@@ -22,7 +22,7 @@ from .layout import EXACT_RECORD, structure
 from .runtime import launch, storage
 
 if TYPE_CHECKING:
-    from hf_entmax.ops.exact.paged import BlockTable
+    from hf_entmax.ops.exact.blocks import BlockTable
     from hf_entmax.ops.exact.sketch import KeySketch
 
 _Record = structure(EXACT_RECORD)
