@@ -1,0 +1,59 @@
+"""Continuous batching, measured, checked and served on a tiny model."""
+
+import csv
+import socket
+
+import pytest
+import tiny_models as tiny
+import torch
+
+import hf_entmax
+from hf_entmax.generation.serving import hooks
+from recipes.lab import serving
+
+if hooks.problem() is not None:
+    pytest.skip(hooks.problem(), allow_module_level=True)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A patched model, a tokenizer that knows chats, and a text of 400 words."""
+    model = hf_entmax.patch_model(tiny.build("mistral", sliding_window=None, max_position_embeddings=512), alpha=1.5)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    draw = torch.randint(3, tiny.VOCAB, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in draw), encoding="utf-8")
+    return tmp_path
+
+
+def _run(folder, what, *options):
+    text = ["--text", str(folder / "text.txt"), "--alpha", "own", "--out", str(folder)]
+    serving.main([what, str(folder / "model"), *text, *options])
+
+
+def test_every_engine_has_a_row(folder):
+    _run(folder, "speed", "--requests", "2", "--length", "60", "--trials", "1", "--steps", "1")
+    with (folder / "serving.csv").open(newline="", encoding="utf-8") as lines:
+        rows = {row["engine"]: row for row in csv.DictReader(lines)}
+    assert list(rows) == ["sdpa", "dense", "sparse", "generate"]
+    assert all(float(row["tokens_per_second"]) > 0 for row in rows.values())
+    assert rows["sparse"]["read"] == "1.0" and not rows["sparse"]["nonzero"]  # few keys: all are read, none is counted
+
+
+def test_requests_that_come_and_go_have_the_tokens_of_generate(folder, capsys):
+    _run(folder, "check", "--requests", "12", "--longest", "60", "--new", "3")
+    assert "12 of 12 have the tokens of generate; 0 errors" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hooks.has_server(), reason="needs the packages of the server")
+def test_the_server_refuses_what_it_has_no_room_for_and_goes_on(folder, capsys):
+    pytest.importorskip("openai")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    _run(folder, "load", "--requests", "8", "--clients", "3", "--new", "2", "--blocks", "1", "--port", str(port))
+    said = capsys.readouterr().out
+    assert "2 refused" in said and "afterwards the server answers" in said
