@@ -154,6 +154,8 @@ class RecipeTrainer(Seq2SeqTrainer):
         loss = SmoothedEntmaxLoss(settings.output_alpha, 0.0, shift=shifts_labels(model))
         usual = {"args": training_arguments(settings), "compute_loss_func": loss}
         super().__init__(model, callbacks=callbacks, **{**usual, **trainer})
+        # The Trainer knows it from the model's ``loss_type``, which GPT-2 has none of: a step has a label less in each row.
+        self._loss_shifts_labels = shifts_labels(model)
         learned = is_patched(model) and entmax_config(model).alpha == "learned"
         if learned and not self.is_fsdp_enabled:  # a step would have to wait for all weights
             self.add_callback(AlphaLoggingCallback(statistics=False))

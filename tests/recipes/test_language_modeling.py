@@ -96,6 +96,18 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     assert sparse["density"] < result["density"] == 1 and sparse["perplexity"] < 4
 
 
+def test_the_loss_of_a_step_is_the_mean_over_its_labels(data, tmp_path):
+    given = settings(data, tmp_path / "run", lr=0.0, dropout=0.0, batch_size=8, gradient_accumulation=2, samples=0)
+    lm.main(dataclasses.replace(given, train_tokens=8 * 23 + 1))  # one step of eight blocks
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    model = lm.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = lm.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ids, _ = text_blocks.encode(read_text(data.replace("{split}", "train")), tokenizer, 8 * 23 + 1)
+    batch = text_blocks.collate(text_blocks.cut(ids, 24))
+    with torch.no_grad():
+        assert history[0]["loss"] == pytest.approx(float(model(**batch).loss), rel=1e-5)
+
+
 def test_text_comes_back_and_every_token_is_predicted_once(data):
     lines = read_text(data.replace("{split}", "train"))
     assert "" in lines and lines[0].startswith(" The cat")
