@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 
-import hf_entmax
-from hf_entmax.bench.timing import device_name
-
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 RESULTS = RECIPES / "lab" / "results"
@@ -92,6 +89,10 @@ class RowFile:
 
 def made_by(module: str, *places: str) -> dict[str, str]:
     """The columns that say how a row was made: the command (but for options that name places), the machine, the versions."""
+    # Here, so that tables can be read where the package must not be imported: what loads without it is one of the things checked.
+    import hf_entmax
+    from hf_entmax.bench.timing import device_name
+
     words, kept = sys.argv[1:], []
     for word, before in zip(words, ["", *words], strict=False):
         if word.partition("=")[0] not in places and before not in places:
