@@ -119,6 +119,7 @@ def main(settings: Settings) -> None:
     )
     # Where that is a mean, the Trainer would else add up the parts of a step.
     trainer.model_accepts_loss_kwargs = divides_by_items(model) or bool(output_losses(model))
+    trainer.length_lr = settings.length_lr
     trainer.task, trainer.curve, trainer.constraint = task, curve, conversion.constraint
     if not curve.has("patched" if config else "before", 0):
         trainer.point(teacher, "before")

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_entmax.generation.members import output_alpha_of
-from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import count_labels, divides_by_items, shifts_labels
 from hf_entmax.integration.output_loss import output_losses
 from hf_entmax.integration.patching import is_patched, softmax_attention
@@ -28,7 +27,9 @@ from hf_entmax.training.distillation import (
     attention_pairs,
     logit_distillation,
     record_attention,
+    with_mask,
 )
+from hf_entmax.training.parameters import trains_weights
 
 Distance = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -153,7 +154,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
                 "keep: set it to False."
             )
         if not self._asked:
-            if state.global_step and self._own_original and _trains_weights(kwargs["model"], model):
+            if state.global_step and self._own_original and trains_weights(kwargs["model"], model):
                 raise ValueError(
                     f"{type(self).__name__} must see the model before its checkpoint is loaded: give it to Trainer(callbacks=[...]) "
                     "(restore_callback_states_from_checkpoint is not needed), or give the original as reference=."
@@ -281,7 +282,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             # The loss of the task may rise as it likes where it is not trained.
             rise = rise if self.task_weight else self._last["logits"]
         if seen is not None:
-            more = more + self._of_attention(module, _with_mask(kwargs), seen, known, rise)
+            more = more + self._of_attention(module, with_mask(kwargs), seen, known, rise)
         # What the Trainer adds up over a step weighs each batch by its share of the step's tokens.
         total = self.task_weight * loss + share * more
         if isinstance(output, tuple):
@@ -365,7 +366,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
     def _keep_original(self, model: nn.Module) -> None:
         self._asked = True
         inner = plain_model(model)
-        if not self._own_original or not _trains_weights(model, inner):
+        if not self._own_original or not trains_weights(model, inner):
             return  # its own weights are the original's, below the adapters if there are any
         self._original = copy.deepcopy(inner).requires_grad_(False)
 
@@ -373,23 +374,6 @@ class ConversionCallback(TrainerCallback, ExportableState):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
-
-
-def _alphas(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in f".{name}"]
-
-
-def trained_alphas(model: nn.Module) -> list[nn.Parameter]:
-    """The alphas of a model that take gradients."""
-    return [parameter for parameter in _alphas(model) if parameter.requires_grad]
-
-
-def _trains_weights(outer: nn.Module, inner: PreTrainedModel) -> bool:
-    """Whether training changes what the model computes with softmax attention and without adapters."""
-    if hasattr(outer, "disable_adapter"):
-        return False
-    alphas = {id(parameter) for parameter in _alphas(inner)}
-    return any(parameter.requires_grad and id(parameter) not in alphas for parameter in inner.parameters())
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -407,16 +391,3 @@ def _logits_of(output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError("distill_logits compares logits, and the model has returned none.")
     return logits
-
-
-def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """Without a mask the labels say where a text has been filled up."""
-    labels, ids = batch.get("labels"), batch.get("input_ids")
-    if (
-        batch.get("attention_mask") is None
-        and isinstance(labels, Tensor)
-        and isinstance(ids, Tensor)
-        and labels.shape == ids.shape
-    ):
-        return {**batch, "attention_mask": (labels != -100).long()}
-    return batch

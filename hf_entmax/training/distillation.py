@@ -161,3 +161,16 @@ def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Re
             ]
             shared[key] = possible_pairs(weights, masks[1], masks[0], causal=site == "decoder_self")
     return {name: shared[(record.sites[name].site, w.shape[-2:])] for name, w in record.weights.items()}
+
+
+def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch whose labels say where a text has been filled up, if it has no mask that does."""
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    if (
+        batch.get("attention_mask") is None
+        and isinstance(labels, Tensor)
+        and isinstance(ids, Tensor)
+        and labels.shape == ids.shape
+    ):
+        return {**batch, "attention_mask": (labels != -100).long()}
+    return batch

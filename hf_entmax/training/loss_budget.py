@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_entmax.training.callbacks import _inner
-from hf_entmax.training.conversion import ConversionCallback, trained_alphas
+from hf_entmax.training.conversion import ConversionCallback
 from hf_entmax.training.density import LossBudget
+from hf_entmax.training.parameters import trained_alphas
 
 
 class LossBudgetCallback(ConversionCallback):

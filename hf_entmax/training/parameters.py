@@ -1,4 +1,4 @@
-"""Parameter groups for an optimiser: the learned numbers of the heads apart from the weights."""
+"""The learned numbers of the heads apart from the weights: as parameter groups for an optimiser, and which of both train."""
 
 from __future__ import annotations
 
@@ -82,3 +82,25 @@ def alpha_parameter_groups(
         for name, parameters in groups.items()
         if parameters
     ]
+
+
+def trained_alphas(model: nn.Module) -> list[nn.Parameter]:
+    """The alphas (and length scalings) of a model that take gradients."""
+    return [parameter for parameter in _heads(model) if parameter.requires_grad]
+
+
+def trains_weights(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether training changes what a model computes with softmax attention and without adapters.
+
+    Args:
+        outer: the model that is trained, perhaps PEFT's.
+        inner: the patched model in it.
+    """
+    if hasattr(outer, "disable_adapter"):
+        return False
+    heads = {id(parameter) for parameter in _heads(inner)}
+    return any(parameter.requires_grad and id(parameter) not in heads for parameter in inner.parameters())
+
+
+def _heads(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in f".{name}"]

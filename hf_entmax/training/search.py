@@ -196,7 +196,7 @@ class Search:
         reached, self.task.judging, self.fits = self.best, everything, False
         if self.try_(reached, "all batches") > self.budget:
             self._start()
-            self._draw_back(self.best, reached)
+            self._draw_back(self.best, reached, high=1.0)
 
     def accept(self, values: Tensor) -> None:
         """Keep what was measured last."""
@@ -280,9 +280,9 @@ class Search:
         values = descend(self.task, self.vector, self.best, pressure, steps, learning_rate, judge)
         self._draw_back(self.best, values)
 
-    def _draw_back(self, origin: Tensor, reached: Tensor) -> None:
-        """As far along the line as the budget allows, also beyond what was reached."""
-        low, high, share = 0.0, math.inf, 1.0
+    def _draw_back(self, origin: Tensor, reached: Tensor, high: float = math.inf) -> None:
+        """As far along the line as the budget allows, also beyond what was reached; ``high`` is known to be too far."""
+        low, share = 0.0, min(1.0, high / 2)
         for _ in range(_TRIALS):
             values = reached if share == 1 else self.vector.between(origin, reached, share)
             if self.try_(values, f"{share:.0%} of the way") <= self.budget:

@@ -115,8 +115,10 @@ def train_sparse(
             per_device_train_batch_size=1 if plan.collator is None else plan.batch_size,
             **options,
         )
-        groups = alpha_parameter_groups(model, plan.learning_rate, _ALPHA_RATE if budget else None) if budget else None
-        optimizer = torch.optim.AdamW(groups) if groups else None
+        optimizer = None  # the Trainer's own, where alphas stay
+        if budget:
+            rates = {"alpha_lr": _ALPHA_RATE, "length_lr": _ALPHA_RATE if bool(vector.scaled.any()) else None}
+            optimizer = torch.optim.AdamW(alpha_parameter_groups(model, plan.learning_rate, **rates))
         trainer = _SparseTrainer(
             model=trained,
             args=arguments,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from common.blocks import TextSettings
@@ -18,7 +19,11 @@ class ConversionSettings(TextSettings):
     model: str = option("", "the softmax model: a folder or Hub id, causal, encoder-decoder or sentence encoder")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
     softened: bool = option(False, "a temperature of each head too, at which entmax starts about as sharp as softmax")
-    release: float | None = option(None, "learned: the alpha from which they are let go, between 1 and 2 (default 1.5)")
+    release: float | None = option(None, "learned: the alpha from which they are let go, above 1 (default 1.5)")
+    alpha_max: float = option(
+        2.0, "learned: above it no alpha can rise; the higher, the fewer weights for the same loss"
+    )
+    length_lr: float | None = option(None, "softened: peak learning rate of the temperatures (default: lr)")
     schedule: str = option("anneal", "anneal: alpha moves to its target; abrupt: it is there at once")
     start: float = option(1.0, "alpha at the beginning of annealing")
     over: float = option(0.5, "share of training over which it moves")
@@ -79,10 +84,16 @@ class ConversionSettings(TextSettings):
             at_once = self.schedule == "abrupt" or not self.softened
             self.require("schedule", at_once, "abrupt: softened starts at --release")
             self.release = 1.5 if self.release is None else self.release
-            self.require("release", 1 < self.release < 2, "between 1 and 2")
+            self.require("alpha_max", 1 < self.alpha_max < math.inf, "above 1")
+            self.require("release", 1 < self.release < self.alpha_max, f"between 1 and alpha_max={self.alpha_max:g}")
         released = self.learned or self.release is None
         self.require("release", released, f"left out: attention={self.attention} learns no alpha")
         self.require("softened", self.learned or not self.softened, f"left out: attention={self.attention}")
+        self.require("alpha_max", self.learned or self.alpha_max == 2, f"left out: attention={self.attention}")
+        self.require(
+            "length_lr", self.length_lr is None or self.softened, "left out: only softened learns temperatures"
+        )
+        self.require("length_lr", self.length_lr is None or self.length_lr >= 0, "at least 0")
         self.callback()  # says now what is wrong with its part
         self.alpha_schedule()
 
@@ -134,7 +145,7 @@ class ConversionSettings(TextSettings):
         config = self.entmax()
         if config is not None and self.learned:
             temperature = {"length_scaling": "constant", "length_scaling_init": "softmax"} if self.softened else {}
-            return config.replace(alpha_init=self.release, **temperature)
+            return config.replace(alpha_init=self.release, alpha_range=(1.0, self.alpha_max), **temperature)
         if config is not None and self.annealed:
             return config.replace(alpha=self.start)
         return config

@@ -146,6 +146,9 @@ class RecipeTrainer(Seq2SeqTrainer):
         trainer: the Trainer's own arguments; ``args`` are `training_arguments` where none are given.
     """
 
+    #: Of length scaling; None is the rate of the weights.
+    length_lr: float | None = None
+
     def __init__(self, settings: RunSettings, model: Any, **trainer: Any) -> None:
         self.settings, self.folder = settings, Path(settings.out)
         callbacks = [Pace(), *([EarlyStoppingCallback(settings.patience)] if settings.patience else [])]
@@ -166,7 +169,9 @@ class RecipeTrainer(Seq2SeqTrainer):
         model, settings = self.model if model is None else model, self.settings
         if any(p.requires_grad and f".{HEADS_MODULE}." in f".{name}" for name, p in model.named_parameters()):
             if self.optimizer is None:
-                groups = alpha_parameter_groups(model, settings.lr, settings.alpha_lr, settings.weight_decay)
+                groups = alpha_parameter_groups(
+                    model, settings.lr, settings.alpha_lr, settings.weight_decay, self.length_lr
+                )
                 self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, self.args.adam_beta2))
         elif settings.alpha_lr is not None:
             raise ValueError(

@@ -203,12 +203,31 @@ def test_a_softened_start_is_closer_to_the_softmax_model(place, tmp_path):
     assert (factor - (1 / 3.1 - 1)).abs().max() < 0.05
 
 
+def test_alphas_above_two_and_temperatures_with_a_rate_of_their_own(place, tmp_path):
+    options = {"schedule": "abrupt", "release": 2.5, "alpha_max": 4.0, "softened": True, "density_target": 0.1}
+    moved = {}
+    for rate in (None, 0.1):
+        folder = tmp_path / str(rate)
+        convert.main(settings(place, folder, **options, lr=0.0, alpha_lr=0.0, length_lr=rate))
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        assert torch.allclose(alphas(model)["decoder_self"], torch.tensor(2.5))
+        moved[rate] = (length_scalings(model)["decoder_self"]["s"] - (1 / 5.5 - 1)).abs().max().item()
+    assert moved[None] < 1e-6 and moved[0.1] > 0.05
+    convert.main(settings(place, tmp_path / "free", **options, alpha_lr=0.3))
+    values = alphas(AutoModelForCausalLM.from_pretrained(tmp_path / "free" / "model"))["decoder_self"]
+    assert values.min() > 2 and (values - 2.5).abs().max() > 0.05
+
+
 def test_wrong_values_name_the_setting(place, tmp_path):
     for changes, message in [
         ({"schedule": "slow"}, "schedule='slow'"),
         ({"softened": True}, "schedule='anneal'.*softened"),
         ({"softened": True, "attention": "1.5", "schedule": "abrupt"}, "softened=True.*left out: attention=1.5"),
-        ({"release": 2.5}, "release=2.5 .*between 1 and 2"),
+        ({"release": 2.5}, "release=2.5 .*between 1 and alpha_max=2"),
+        ({"release": 2.5, "alpha_max": 2.2}, "release=2.5 .*between 1 and alpha_max=2.2"),
+        ({"alpha_max": 1.0}, "alpha_max=1.0 .*above 1"),
+        ({"attention": "1.5", "alpha_max": 3.0}, "alpha_max=3.0 .*left out: attention=1.5"),
+        ({"length_lr": 0.1}, "length_lr=0.1 .*only softened"),
         ({"attention": "1.5", "release": 1.2}, "release=1.2 .*learns no alpha"),
         ({"attention": "softmax", "density_target": 0.2}, "sparse for a density_target"),
         ({"density_target": 1.2}, r"target=1\.2"),
