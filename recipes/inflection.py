@@ -7,6 +7,8 @@
     torchrun --standalone --nproc_per_node 2 recipes/inflection.py --config ... --out ...          # two CPU processes
     python recipes/inflection.py --config ... --out runs/ensemble --ensemble runs/a/model runs/b/model runs/c/model
     python recipes/inflection.py --config ... --out runs/infl-softmax --resume                    # add --coverage 90 95 for sets
+    python recipes/pretrained_folders.py g2p models/g2p                                           # letters to sounds, and words
+    python recipes/inflection.py --config recipes/configs/pronunciation.yaml --attention learned --output_alpha 1.5 --out runs/g2p
 
 The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the decoder writes the form letter by letter. Data: files
 of lemma, form and tags as in the CoNLL-SIGMORPHON 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``;
@@ -30,14 +32,14 @@ from transformers import DataCollatorForSeq2Seq
 
 from common.batches import answers_of, collated
 from common.folder import open_folder, write_lines
-from common.from_scratch import ShapeSettings, build_seq2seq, load_ensemble
+from common.from_scratch import ShapeSettings, load_ensemble
 from common.heads import head_statistics, output_support
 from common.results import END, columns, finish, name_of
 from common.seq2seq import decode
 from common.sets import check_sets, measure_sequences, report
-from common.settings import make_sparse, option, parse
+from common.settings import option, parse
 from common.trainer import RecipeTrainer, training_arguments
-from common.words import Word, accuracy, accuracy_per_language, build_tokenizer, encode, first_of_each, read_words
+from common.words import Word, accuracy, accuracy_per_language, encode, first_of_each, load_or_build, read_words
 from hf_entmax.generation import beam_search, exact_map
 
 SHARES = ("optimal", "exhaustive", "single")
@@ -54,6 +56,7 @@ FIELDS = columns(
 class Settings(ShapeSettings):
     """Settings of this recipe, beside those that all share."""
 
+    model: str = option("", "pretrained encoder-decoder that reads a lemma without tags; default: one from scratch")
     data: str = option("morph/typology12/{language}/{split}.tsv.gz", "where the data are")
     train_split: str = option("train-medium", "what {split} is for training")
     languages: list[str] = option([], "languages to use; default: all there are")
@@ -71,12 +74,6 @@ class Settings(ShapeSettings):
         self.require_at_least(beams=1, budget=0, dev_words=0, test_words=0)
         self.require("coverage", all(0 < share < 100 for share in self.coverage), "between 0 and 100")
         self.require("coverage", not (self.coverage and self.ensemble), "left out with ensemble: sets are one model's")
-
-
-def build_model(settings: Settings, tokenizer: Any, longest: int) -> Any:
-    """A small BART from scratch, patched as the settings say; an answer starts with the token that ends it."""
-    shape = {"decoder_start_token_id": 1, "max_position_embeddings": longest + 16}
-    return make_sparse(build_seq2seq(settings, len(tokenizer), longest, **shape), settings)
 
 
 def search_test(members: list[Any], words: list[Word], tokenizer: Any, settings: Settings) -> dict[str, Any]:
@@ -115,10 +112,8 @@ def main(settings: Settings) -> None:
     open_folder(settings, "inflection", fields)
     if not settings.ensemble:
         set_seed(settings.seed)
-        tokenizer = build_tokenizer(train)
-        examples, held, asked = (encode(words, tokenizer) for words in (train, dev, test))
-        longest = max(len(side) for example in examples for side in example.values())
-        model = build_model(settings, tokenizer, max(longest, *(len(row["input_ids"]) for row in held + asked)))
+        tokenizer, model = load_or_build(settings, train, dev + test)
+        examples, held = (encode(words, tokenizer, model) for words in (train, dev))
         trainer = RecipeTrainer(
             settings,
             model,
@@ -135,12 +130,12 @@ def main(settings: Settings) -> None:
     measures |= {"data": settings.train_split, "languages": len({word.language for word in test})}
     measures |= search_test(members, test, tokenizer, settings)
     best, device = members[0], PartialState().device
-    shown = collated(encode(dev, tokenizer), DataCollatorForSeq2Seq(tokenizer, model=best), 100, device)
+    shown = collated(encode(dev, tokenizer, best), DataCollatorForSeq2Seq(tokenizer, model=best), 100, device)
     measures |= {"output_support": output_support(members, shown), "ensemble": len(settings.ensemble) or ""}
     if not settings.ensemble:  # its heads have nothing to do with one another
         measures |= head_statistics(best, shown, FIELDS)
     if settings.coverage:
-        sets = measure_sequences(best, encode(test, tokenizer), tokenizer, settings)
+        sets = measure_sequences(best, encode(test, tokenizer, best), tokenizer, settings)
         report(settings, sets, data=settings.train_split, train_steps=measures["best_step"])
     card = {"task": "text2text-generation", "data": name_of(settings.data), "main_measures": ["accuracy"]}
     finish(settings, "inflection", fields, measures, **card)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -214,7 +215,8 @@ def write_g2p(folder: Path, out: Path) -> None:
 
     It has one table of embeddings in which a number means a letter to the encoder and a phoneme to the decoder. Here both
     share one tokenizer of characters, and each side has a table of its own; characters that are no phonemes are never written.
-    The dictionary of the package comes along as ``dictionary.tsv``, a line for each pronunciation of a word.
+    The dictionary of the package comes along as ``dictionary.tsv``, a line for each pronunciation of a word, as the recipe of
+    inflection reads it. One word in twenty is kept for dev, one for test; which follows from its letters alone, not their case.
     """
     arrays = np.load(folder / "oov_bart_en_us.npz")
     own = json.loads(str(arrays["meta_json"]))
@@ -256,8 +258,15 @@ def write_g2p(folder: Path, out: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     save(BartForConditionalGeneration(config), state, out, fast)
     spoken = read_dictionary(folder / "us_gold.json")
-    lines = [f"{word}\t{pronunciation}\n" for word, known in spoken.items() for pronunciation in known]
-    (out / "dictionary.tsv").write_text("word\tpronunciation\n" + "".join(lines), encoding="utf-8")
+    rows = [(word, sound) for word, known in spoken.items() for sound in known]
+    lines = ["lang\tlemma\tform\ttags\tsplit", *(f"english\t{w}\t{s}\tIPA\t{split_of(w)}" for w, s in rows)]
+    (out / "dictionary.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def split_of(word: str) -> str:
+    """Return train, dev or test, by chance but always alike for a word."""
+    place = int.from_bytes(hashlib.sha256(word.lower().encode()).digest()[:8], "big") % 20
+    return {0: "dev", 1: "test"}.get(place, "train")
 
 
 def read_dictionary(path: Path) -> dict[str, list[str]]:

@@ -47,6 +47,7 @@ def prepare(recipe: str, words: list[str]) -> tuple[Any, list[dict[str, list[int
     from common.from_scratch import build_seq2seq, train_bpe
     from common.seq2seq import encode_pairs
     from common.settings import make_sparse, parse
+    from common.words import build_tokenizer, encode, read_words
 
     def settings_of(attention: str, output: float) -> Any:
         chosen = ["--out", "runs/unused", "--attention", attention, "--output_alpha", str(output)]
@@ -61,9 +62,9 @@ def prepare(recipe: str, words: list[str]) -> tuple[Any, list[dict[str, list[int
         examples, _ = encode_pairs(pairs, tokenizer, settings.max_tokens)
         longest, more = settings.max_tokens, {"architecture": settings.architecture}
     else:
-        learned = inflection.read_words(settings, "train")
-        tokenizer = inflection.build_tokenizer(learned)
-        examples = inflection.encode(learned, tokenizer)
+        learned = read_words(settings, "train")
+        tokenizer = build_tokenizer(learned)
+        examples = encode(learned, tokenizer)
         longest, more = (
             max(len(side) for example in examples for side in example.values()),
             {"decoder_start_token_id": 1},

@@ -4,13 +4,17 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
 import inflection
 from common.settings import parse
+from common.words import build_tokenizer
 from hf_entmax.analysis.reading.trajectory import read_trajectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -172,7 +176,7 @@ def test_one_table_of_all_languages(data, tmp_path):
 
 def test_forms_with_spaces_come_back(tmp_path):
     words = [inflection.Word("german", "auswandern", "wandert aus", ("V", "PRS"))]
-    tokenizer = inflection.build_tokenizer(words)
+    tokenizer = build_tokenizer(words)
     (example,) = inflection.encode(words, tokenizer)
     assert tokenizer.decode(example["labels"], skip_special_tokens=True) == "wandert aus"
     assert len(example["input_ids"]) == 1 + 2 + len("auswandern") + 1
@@ -209,3 +213,33 @@ def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_a
         assert abs(float(row["coverage"]) - 80) < 20 and float(row["size"]) > 0
     with pytest.raises(ValueError, match="sets are one model's"):
         settings(data, tmp_path / "other", ensemble=[str(tmp_path / "run" / "model")], coverage=[90.0])
+
+
+def test_a_pretrained_model_is_trained_on_and_reads_lemmas_alone(data, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    inflection.main(settings(data, first, smoke=True))
+    model = str(first / "model")
+    chosen = settings(data, second, model=model, attention="1.5", lr=0.0, smoke=True)
+    assert {word.source for word in inflection.read_words(chosen, "train")} <= set(LEMMAS)
+    inflection.main(chosen)
+    before, after = (AutoModelForSeq2SeqLM.from_pretrained(run / "model") for run in (first, second))
+    assert hf_entmax.entmax_config(after).alpha == 1.5
+    for name, weight in before.state_dict().items():
+        torch.testing.assert_close(after.state_dict()[name], weight, rtol=0, atol=0)
+
+
+def test_a_start_that_the_tokenizer_writes_is_no_label(data, tmp_path):
+    words = [inflection.Word("english", "ox", "oxen", ())]
+    tokenizer = build_tokenizer(words)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A </s>", special_tokens=[("<pad>", 0), ("</s>", 1)]
+    )
+    model = SimpleNamespace(config=SimpleNamespace(decoder_start_token_id=0))
+    (example,) = inflection.encode(words, tokenizer, model)
+    assert example["input_ids"][0] == 0 and tokenizer.decode(example["labels"]) == "oxen</s>"
+
+
+def test_either_form_of_a_word_that_has_two_is_right():
+    words = [inflection.Word("english", "octopus", form, ()) for form in ("octopuses", "octopodes")]
+    assert inflection.accuracy(words, ["octopodes", "octopodes"]) == 100
+    assert inflection.accuracy(words, ["octopodes", "octopi"]) == 50

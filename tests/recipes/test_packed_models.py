@@ -158,7 +158,15 @@ def test_letters_and_phonemes_keep_their_own_tables(tmp_path):
     same = [vocabulary[token] for token in special + list(phonemes)]
     torch.testing.assert_close(found[..., same], expected[..., :7])
     assert found[..., vocabulary["b"]].max() < -1000  # no phoneme
-    assert (tmp_path / "out" / "dictionary.tsv").read_text().splitlines()[1:] == ["ab\tæz", "ba\tza", "ba\tzæ"]
+    lines = [line.split("\t") for line in (tmp_path / "out" / "dictionary.tsv").read_text().splitlines()]
+    assert [line[1:3] for line in lines[1:]] == [["ab", "æz"], ["ba", "za"], ["ba", "zæ"]]
+    assert lines[2][4] == lines[3][4]  # a word is learned or asked for, not both
+
+
+def test_words_are_split_alike_whatever_their_case():
+    splits = [packed_models.split_of(f"word{number}") for number in range(1000)]
+    assert splits == [packed_models.split_of(f"WORD{number}") for number in range(1000)]
+    assert 25 < splits.count("dev") < 75 and 25 < splits.count("test") < 75
 
 
 def test_the_tokenizer_of_a_sentencepiece_model():
