@@ -21,12 +21,10 @@ import dataclasses
 from typing import Any
 
 import jiwer
-import torch
 from accelerate.utils import send_to_device, set_seed
-from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
-from common.audio import Clip, Collator, read_clips
+from common.audio import Clip, Collator, load_speech, read_clips
 from common.folder import open_folder, write_lines
 from common.heads import head_statistics
 from common.results import END, columns, finish, name_of
@@ -79,6 +77,13 @@ def error_rates(hypotheses: list[str], clips: list[Clip], language: str) -> dict
     return {"wer": 100 * jiwer.wer(said, heard), "cer": 100 * jiwer.cer(said, heard)}
 
 
+def labelled(clips: list[Clip], processor: Any, model: Any) -> list[dict[str, Any]]:
+    """Return clips with the token ids of what is said in them."""
+    ids = processor.tokenizer([clip.text for clip in clips])["input_ids"]
+    start = model.config.decoder_start_token_id  # the model puts it before the labels itself
+    return [{"clip": c, "labels": i[i[0] == start :]} for c, i in zip(clips, ids, strict=True)]
+
+
 def main(settings: Settings) -> None:
     wheres = dict(zip(names_of_sets(settings.test), settings.test, strict=True))
     train, dev, *tests = (
@@ -88,19 +93,10 @@ def main(settings: Settings) -> None:
         train, dev, tests = train[:4], dev[:2], [clips[:2] for clips in tests]
     folder = open_folder(settings, "speech", FIELDS)
     set_seed(settings.seed)
-    processor = AutoProcessor.from_pretrained(settings.model)
-    model = AutoModelForSpeechSeq2Seq.from_pretrained(settings.model, dtype=torch.float32)
-    if getattr(model.generation_config, "is_multilingual", False):
-        processor.tokenizer.set_prefix_tokens(settings.language, "transcribe")
-        model.generation_config.language, model.generation_config.task = settings.language, "transcribe"
+    processor, model = load_speech(settings.model, settings.language)
     model = make_sparse(model, settings)
     model.get_encoder().requires_grad_(not settings.freeze_encoder)
     collator = Collator(processor, model, settings.freeze_encoder)
-
-    def examples(clips: list[Clip]) -> list[dict[str, Any]]:
-        ids = processor.tokenizer([clip.text for clip in clips])["input_ids"]
-        start = model.config.decoder_start_token_id  # the model puts it before the labels itself
-        return [{"clip": c, "labels": i[i[0] == start :]} for c, i in zip(clips, ids, strict=True)]
 
     def measure(answers: Any) -> dict[str, float]:
         rates = error_rates(decode(answers.predictions, processor.tokenizer), dev, settings.language)
@@ -114,8 +110,8 @@ def main(settings: Settings) -> None:
         settings,
         model,
         args=training_arguments(settings, **more),
-        train_dataset=examples(train),
-        eval_dataset=examples(dev),
+        train_dataset=labelled(train, processor, model),
+        eval_dataset=labelled(dev, processor, model),
         data_collator=collator,
         processing_class=processor,
         compute_metrics=measure,
@@ -125,7 +121,7 @@ def main(settings: Settings) -> None:
     trainer.compute_metrics = None
     rates = {}
     for name, clips in zip(wheres, tests, strict=True):
-        heard = decode(trainer.predict(examples(clips)).predictions, processor.tokenizer)
+        heard = decode(trainer.predict(labelled(clips, processor, model)).predictions, processor.tokenizer)
         write_lines(folder / f"hypotheses.{name}.txt", heard)
         rates[name] = error_rates(heard, clips, settings.language)
     first = next(iter(rates.values()))
@@ -139,7 +135,7 @@ def main(settings: Settings) -> None:
         "cer": round(first["cer"], 2),
         "tests": " ".join(f"{name}:wer={r['wer']:.2f},cer={r['cer']:.2f}" for name, r in rates.items()),
     }
-    shown, collator.known = examples(dev), None  # the encoder's heads are looked at too
+    shown, collator.known = labelled(dev, processor, model), None  # the encoder's heads are looked at too
     batches = [send_to_device(collator(shown[i : i + 4]), best.device) for i in range(0, len(shown), 4)]
     measures |= head_statistics(best, batches, FIELDS)
     card = {"task": "automatic-speech-recognition", "data": name_of(settings.train), "main_measures": ["wer", "cer"]}

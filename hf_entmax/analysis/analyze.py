@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_entmax.analysis.collecting.collect import AnalysisInterrupted, collect
-from hf_entmax.analysis.collecting.examples import collect_examples
+from hf_entmax.analysis.collecting.examples import collect_examples, in_seconds
 from hf_entmax.analysis.collecting.importance import head_importance
 from hf_entmax.analysis.reading.alignments import AlignedPair, read_alignments
 from hf_entmax.analysis.reading.conllu import DependencySentence, read_conllu
 from hf_entmax.analysis.reading.data import TextRecord, read_data
 from hf_entmax.analysis.reading.encode import Encoder
+from hf_entmax.analysis.reading.speech import SpeechEncoder, feature_extractor, names_sound, read_speech
 from hf_entmax.analysis.reading.words import INTERROGATIVE_WORDS
 from hf_entmax.analysis.report import write_report
 from hf_entmax.analysis.statistics.result import AttentionStatistics
@@ -73,7 +74,8 @@ def analyze(
     Args:
         model: Hub id, folder, or a loaded Transformers model; patched or plain.
         data: text file, table or Hub data set, see :func:`hf_entmax.analysis.reading.data.read_data`; default: the sentences
-            of ``conllu`` or the pairs of ``alignments``.
+            of ``conllu`` or the pairs of ``alignments``. For a speech model that writes, a table with a column ``audio``, see
+            :func:`hf_entmax.analysis.reading.speech.read_speech`.
         tokenizer: for a loaded ``model``; default: loaded from its name or path.
         scores: how good the models are, to stand beside their density, see :func:`hf_entmax.analysis.write_report`.
         progress: show progress bars.
@@ -107,7 +109,14 @@ def analyze(
     limit = chosen.max_sentences
     sentences = _read_gold(read_conllu, chosen.conllu, limit, "dependencies", report_problem)
     pairs = _read_gold(read_alignments, chosen.alignments, limit, "alignments", report_problem)
-    if data is not None:
+    sound = data is not None and names_sound(data)
+    if sound and chosen.target_column:
+        raise ValueError(
+            f"target_column is {chosen.target_column!r}; recordings have a text, and no target: leave it out."
+        )
+    if data is not None and sound:
+        records: list[Any] = list(read_speech(data, limit, chosen.source_column or "text"))
+    elif data is not None:
         names_of_data = ("source_column", "target_column", "split", "dataset_config")
         records = read_data(data, **{name: getattr(chosen, name) for name in names_of_data}, limit=limit)
     else:
@@ -123,7 +132,8 @@ def analyze(
         for place, (entry, name) in enumerate(zip(models, names, strict=True)):
             device = chosen.device or accelerator.device
             loaded, words = _load(entry, tokenizer if place == 0 else None, chosen.task, device)
-            run = _Run(loaded, words, name, accelerator, report_problem, chosen, progress)
+            extractor = feature_extractor(loaded) if sound else None
+            run = _Run(loaded, words, name, accelerator, report_problem, chosen, progress, extractor)
             decodes = accelerator.is_main_process and run.can_decode(chosen.decode)
             run.measure(statistics, records, sentences, pairs)
             run.measure_importance(statistics[-1], records[: chosen.importance_sentences], chosen.importance)
@@ -161,6 +171,7 @@ class _Run:
     warn: Callable[[str], None]
     options: AnalysisOptions
     progress: bool
+    extractor: Any = None
 
     def __post_init__(self) -> None:
         self.shared: dict[str, Any] = {"accelerator": self.accelerator, "progress": self.progress}
@@ -172,12 +183,15 @@ class _Run:
                 "sentences with ids beyond it are left out."
             )
 
-    def encoder(self) -> Encoder:
-        return Encoder(self.model, self.tokenizer, self.options.batch_size, self.options.max_length)
+    def encoder(self, batch_size: int | None = None) -> Encoder:
+        size = self.options.batch_size if batch_size is None else batch_size
+        if self.extractor is not None:
+            return SpeechEncoder(self.model, self.tokenizer, self.extractor, size, self.options.max_length)
+        return Encoder(self.model, self.tokenizer, size, self.options.max_length)
 
     def total(self, items: Sequence[Any]) -> int:
         """Return the number of batches."""
-        return -(-len(items) // self.options.batch_size)
+        return -(-len(items) // self.encoder().batch_size)
 
     def collect(self, batches: Any, items: Sequence[Any], what: str = "", **options: Any) -> AttentionStatistics:
         options |= {"tokenizer": self.tokenizer, "interrogatives": INTERROGATIVE_WORDS[self.options.language]}
@@ -204,6 +218,8 @@ class _Run:
         for note in statistics.notes:
             self.warn(f"{self.name}: {note}")
         statistics.notes += encoder.remarks()
+        if isinstance(encoder, SpeechEncoder):
+            statistics.info["frame_seconds"] = encoder.seconds
         if self.sites is not None:
             statistics.notes.append("The data have no target sentences: attention of the decoder is left out.")
         if sentences:
@@ -241,6 +257,11 @@ class _Run:
 
     def can_decode(self, tokens: int) -> bool:
         """Return whether to generate tokens; warn where the model has too few positions for them."""
+        if tokens and self.extractor is not None:
+            self.warn(
+                f"{self.name}: decode is {tokens} and was left out: it counts what is read after texts, not sound."
+            )
+            return False
         encoder = self.encoder()
         longest = maximum_length(self.model) if encoder.encoder_decoder else encoder.max_length
         if tokens == 0 or longest is None:
@@ -279,9 +300,11 @@ class _Run:
         }
 
     def examples(self, records: list[TextRecord], limit: int) -> list[Any]:
-        encoder = Encoder(self.model, self.tokenizer, 1, self.options.max_length)
+        encoder = self.encoder(1)
         chosen = _varied(records, limit * 8)
         try:
+            if isinstance(encoder, SpeechEncoder):
+                return in_seconds(self.model, encoder, chosen[:limit], self.tokenizer)
             examples = collect_examples(self.model, encoder.texts(chosen), self.tokenizer, limit)
         except (ValueError, RuntimeError, IndexError) as error:
             self.warn(f"{self.name}: no sentence could be kept for the viewer: {error}")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.observe import AttentionCall, observe_attention
+from hf_entmax.integration.sound import frame_seconds
 
 #: Frames before and after the monotone path of a head that still count as on it.
 _WIDTH = 2
@@ -128,7 +129,7 @@ def word_times(
 
     with observe_attention(model, keep):
         model(**inputs, decoder_input_ids=torch.tensor([ids[:-1]], device=model.device))
-    seconds = _seconds_per_frame(model, extractor)
+    seconds = frame_seconds(model, extractor)
     heard = math.ceil(len(samples) / sampling_rate / seconds)
     every = {(layer, head): rows[head] for layer, rows in weights.items() for head in range(len(rows))}
     if heads is not None:
@@ -207,12 +208,6 @@ def _parts(ids: Sequence[int], tokenizer: Any) -> tuple[list[int], list[tuple[st
         else:
             parts[-1] = (parts[-1][0] + new, parts[-1][1] + 1, parts[-1][2] or spoken)
     return places, parts
-
-
-def _seconds_per_frame(model: PreTrainedModel, extractor: Any) -> float:
-    """Seconds from one position of the encoder's output to the next."""
-    strides = [m.stride[0] for m in model.get_encoder().modules() if isinstance(m, nn.Conv1d)]
-    return getattr(extractor, "hop_length", 1) * math.prod(strides) / extractor.sampling_rate
 
 
 def path_share(weights: Tensor) -> Tensor:

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 import torch
-from scipy.signal import resample_poly
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_entmax.analysis.reading.speech import RATE, read_audio
 from hf_entmax.analysis.reading.tables import HUB, find, read_rows
-
-#: Samples per second that speech models of Transformers are trained on.
-RATE = 16_000
-
-
-def read_audio(source: str | Path | bytes, rate: int = RATE) -> np.ndarray:
-    """Read sound of any rate and number of channels.
-
-    Args:
-        source: a file that libsndfile reads (wav, flac, ogg, mp3), or its bytes.
-        rate: samples per second wanted.
-
-    Returns:
-        float32 ``[samples]``, one channel, the mean of all.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no sound, or an empty one.
-    """
-    name = "sound" if isinstance(source, bytes) else str(source)
-    if not isinstance(source, bytes) and not Path(source).is_file():
-        raise FileNotFoundError(f"there is no audio file {name}.")
-    opened: Any = io.BytesIO(source) if isinstance(source, bytes) else source
-    try:
-        samples, own = soundfile.read(opened, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise ValueError(f"{name} is no sound that can be read ({error}); give wav, flac, ogg or mp3.") from error
-    if not len(samples):
-        raise ValueError(f"{name} holds no sound: it has no samples.")
-    mono = samples.mean(1)
-    common = math.gcd(own, rate)
-    return mono if own == rate else resample_poly(mono, rate // common, own // common).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +84,16 @@ def _of_data_set(where: str, audio: str, text: str) -> Iterator[Clip]:
             raise ValueError(f"{label}: {text} is empty.")
         sound = row[audio]["bytes"]
         yield Clip(label, Path(row[audio]["path"]) if sound is None else sound, row[text].strip())
+
+
+def load_speech(name: str, language: str) -> tuple[Any, Any]:
+    """Return processor and model, in float32, of a folder or Hub id; one that knows several languages is told which."""
+    processor = AutoProcessor.from_pretrained(name)
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(name, dtype=torch.float32)
+    if getattr(model.generation_config, "is_multilingual", False):
+        processor.tokenizer.set_prefix_tokens(language, "transcribe")
+        model.generation_config.language, model.generation_config.task = language, "transcribe"
+    return processor, model
 
 
 class Collator:

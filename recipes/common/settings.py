@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, SchedulerType
 
 from hf_entmax import EntmaxConfig, entmax_config, is_patched, patch_model
 from hf_entmax.ops.controllable import ATTENTION_MAPPINGS
@@ -39,7 +39,10 @@ class RunSettings:
     lr: float = option(1e-3, "peak learning rate")
     alpha_lr: float | None = option(None, "peak learning rate of learned alphas (default: lr)")
     weight_decay: float = option(0.01, "AdamW's; never on alphas, biases and norms")
-    warmup: int = option(400, "steps of linear warm-up; then lr falls with the inverse square root of the step")
+    warmup: int = option(400, "steps of linear warm-up")
+    lr_scheduler: str = option(
+        "inverse_sqrt", "how lr falls after the warm-up: a scheduler of Transformers, e.g. linear"
+    )
     clip_norm: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     mixed_precision: str | None = option(None, "no, bf16 or fp16; default: as accelerate is configured")
     patience: int = option(0, "stop after so many evaluations without a better dev score; 0 never stops early")
@@ -55,6 +58,7 @@ class RunSettings:
         self.require_at_least(epochs=1, batch_size=1, gradient_accumulation=1, log_steps=1)
         self.require("warmup", self.warmup >= 1, "at least 1 step")
         self.require_at_least(lr=0, weight_decay=0, clip_norm=0, patience=0, checkpoint_steps=0)
+        self.require("lr_scheduler", self.lr_scheduler in list(SchedulerType), f"one of {', '.join(SchedulerType)}")
         self.require("alpha_lr", self.alpha_lr is None or self.alpha_lr >= 0, "at least 0")
         self.require("mixed_precision", self.mixed_precision in (None, "no", "bf16", "fp16"), "one of no, bf16, fp16")
         # NumPy's seeds end there, and every process adds its number.

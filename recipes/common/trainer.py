@@ -53,7 +53,7 @@ def training_arguments(settings: RunSettings, **more: Any) -> Seq2SeqTrainingArg
         "learning_rate": settings.lr,
         "adam_beta2": 0.98,
         "weight_decay": settings.weight_decay,
-        "lr_scheduler_type": "inverse_sqrt",
+        "lr_scheduler_type": settings.lr_scheduler,
         "warmup_steps": settings.warmup,
         "max_grad_norm": settings.clip_norm,
         "bf16": settings.mixed_precision == "bf16",

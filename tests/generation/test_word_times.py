@@ -1,15 +1,18 @@
 """Word times: the choice of heads and the cut into words on planted weights, exact intervals on a model."""
 
+import copy
 import itertools
 
 import pytest
 import torch
+import transformers as tf
 from tiny_speech import RATE, tiny_processor, tiny_whisper
 
 import hf_entmax
 from hf_entmax.analysis import plots
 from hf_entmax.generation import word_times
 from hf_entmax.generation.word_times import follow_speech, narrow_heads, path_share, segments
+from hf_entmax.integration.observe import observe_attention
 
 TEXT = "to be, or not"
 
@@ -133,3 +136,27 @@ def test_the_figure_names_every_word(sparse):
     assert len(grid.patches) == frames + len(words)
     with pytest.raises(ValueError, match="nothing to draw"):
         plots.word_times([], noise(), RATE)
+
+
+@pytest.mark.parametrize("sites", [("cross",), None])
+def test_the_pipeline_of_transformers_hears_long_recordings(sites):
+    processor = tiny_processor()
+    model = hf_entmax.patch_model(tiny_whisper(), alpha=1.5, sites=sites)
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    assert tokenizer.add_tokens([f"<|{0.02 * step:.2f}|>" for step in range(101)]) == 101
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.no_timestamps_token_id = tokenizer.convert_tokens_to_ids("<|notimestamps|>")
+    model.generation_config.is_multilingual = model.generation_config.return_timestamps = False
+    ears = tf.pipeline(
+        "automatic-speech-recognition", model, tokenizer=tokenizer, feature_extractor=processor.feature_extractor,
+        chunk_length_s=2, stride_length_s=0.5, batch_size=2,
+    )  # fmt: skip
+    sounds = [{"raw": noise(seconds).numpy(), "sampling_rate": RATE} for seconds in (5.0, 1.0)]
+    observed = []
+    with observe_attention(model, lambda call: observed.append((call.weights == 0).any())):
+        plain = ears([dict(sound) for sound in sounds])
+    assert all(observed) if sites is None else any(observed)  # sparse in every call
+    alone = [ears(dict(sound), batch_size=1) for sound in sounds]
+    assert [found["text"] for found in plain] == [found["text"] for found in alone]
+    timed = ears(dict(sounds[1]), return_timestamps=True)
+    assert isinstance(timed["chunks"], list)

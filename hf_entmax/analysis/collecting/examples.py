@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,43 @@ def run_sentence(
         queries, keys = (_tokens(*side, tokenizer, table, length) for side, length in sides)
         example.sites[site] = SiteExample(queries, keys, weights)
     return example
+
+
+def in_seconds(model: Any, encoder: Any, recordings: Sequence[Any], tokenizer: Any, step: float = 0.1) -> list[Example]:
+    """Run recordings one by one and keep their attention with the frames of ``step`` seconds in one: keys summed, queries averaged.
+
+    Args:
+        model: a speech model that writes.
+        encoder: a `hf_entmax.analysis.reading.speech.SpeechEncoder`.
+        recordings: its records.
+        tokenizer: names the tokens.
+        step: seconds; what nobody says at the end of what a model is given is left out.
+    """
+    table, _ = table_or_note(tokenizer)
+    examples = []
+    width = max(1, round(step / encoder.seconds))
+    for recording in recordings:
+        for batch in encoder.texts([recording]):
+            example = run_sentence(model, batch, tokenizer, table)
+            count = -(-encoder.heard(recording) // width)
+            times = [Token(f"{place * width * encoder.seconds:.1f}") for place in range(count)]
+            for name, site in example.sites.items():
+                if name != "decoder_self":
+                    site.weights = _pooled(site.weights, -1, width, count)
+                    site.keys = times
+                if name == "encoder_self":
+                    site.weights = _pooled(site.weights, -2, width, count) / width
+                    site.queries = times
+            examples.append(example)
+    return examples
+
+
+def _pooled(weights: Tensor, dim: int, width: int, count: int) -> Tensor:
+    """Sum ``width`` rows or columns after the other, of ``count`` such groups from the first on."""
+    flat = weights.movedim(dim, -1)
+    missing = max(0, width * count - flat.shape[-1])
+    flat = torch.nn.functional.pad(flat, (0, missing))[..., : width * count]
+    return flat.unflatten(-1, (count, width)).sum(-1).movedim(-1, dim).contiguous()
 
 
 def _row(ids: Tensor, mask: Tensor | None) -> Tensor:

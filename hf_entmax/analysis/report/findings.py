@@ -54,10 +54,24 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
     findings = [_sparsity(statistics), _alpha(statistics)]
     if scaling := statistics.info.get("length_scaling"):
         findings.append(Finding("length scaling", scaling))
-    findings += [*_positions(statistics), *_roles(statistics)]
+    findings += [*_positions(statistics), _near(statistics), *_roles(statistics)]
     findings += [say(statistics) for say in (_dependency, _alignment, _diversity, _importance, _ambiguity, _decoding)]
     findings += [_resting(statistics), *_registered(statistics)]
     return [finding for finding in findings if finding is not None]
+
+
+def _near(statistics: AttentionStatistics) -> Finding | None:
+    """Local heads of an encoder that hears sound."""
+    seconds, site = statistics.info.get("frame_seconds"), statistics.sites.get("encoder_self")
+    flat = _flat({"encoder_self": site.distance_profile()[..., 1:-1].sum(-1)}) if seconds and site else []
+    if not (seconds and site and flat):
+        return None
+    near = sorted(((share, name) for share, name in flat if share >= 0.5), reverse=True)
+    text = f"The encoder hears sound, in frames of {1000 * seconds:g} ms. "
+    text += f"{len(near)} of {len(flat)} of its heads give half of their weight or more to frames within "
+    text += f"{site.max_distance * seconds:.1f} s; the most local is {head_name(*max(flat)[1])} ({percent(max(flat)[0])}), the widest "
+    text += f"{head_name(*min(flat)[1])} ({percent(min(flat)[0])})."
+    return Finding("local heads", text, tuple(name for _, name in near))
 
 
 def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Finding]:
@@ -241,7 +255,8 @@ def _alignment(statistics: AttentionStatistics) -> Finding | None:
     rate, method, step, where = min(rates)
     reading = "its nonzero weights" if method == "support" else "its largest weight"
     when = "when the word is predicted" if step == "output" else "when the word has just been read"
-    text = f"{head_name(*where)} aligns source and target best: an alignment error rate of {percent(rate)} by {reading}, {when}."
+    sides = "words and the time they were said" if statistics.info.get("frame_seconds") else "source and target"
+    text = f"{head_name(*where)} aligns {sides} best: an alignment error rate of {percent(rate)} by {reading}, {when}."
     return Finding("alignment", text, (where,))
 
 

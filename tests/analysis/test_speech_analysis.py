@@ -1,0 +1,99 @@
+"""The analysis of a speech model: recordings in, frames and word times as gold, a time axis in the viewer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from tiny_speech import RATE, tiny_processor, tiny_whisper
+
+import hf_entmax
+from hf_entmax.analysis.analyze import analyze
+from hf_entmax.analysis.collecting.examples import in_seconds, run_sentence
+from hf_entmax.analysis.reading.speech import SpeechEncoder, names_sound, read_speech
+
+WORDS = [["to", 0.1, 0.3], ["be", 0.3, 0.52]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny sparse Whisper, and two recordings, the second too long for it."""
+    place = tmp_path_factory.mktemp("speech")
+    model = hf_entmax.patch_model(tiny_whisper(), alpha=1.5, sites=("cross",))
+    model.save_pretrained(place / "model")
+    tiny_processor().save_pretrained(place / "model")
+    rng = np.random.default_rng(0)
+    lines = []
+    for number, (text, words, seconds) in enumerate(
+        (("To be,", WORDS, 1), ("Or not", [["or", 0, 1], ["not", 1, 2]], 3))
+    ):
+        soundfile.write(place / f"{number}.flac", 0.1 * rng.standard_normal(seconds * RATE), RATE)
+        lines.append({"audio": f"{number}.flac", "text": text, "words": words})
+    (place / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (place / "clips.tsv").write_text("audio\ttext\n0.flac\tTo be,\n")
+    return place
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    processor = tiny_processor()
+    model = hf_entmax.patch_model(tiny_whisper(), alpha=1.5, sites=("cross",))
+    return SpeechEncoder(model, processor.tokenizer, processor.feature_extractor)
+
+
+def test_frames_and_tokens_carry_their_words(folder, encoder):
+    (batch,) = encoder.texts(read_speech(folder / "clips.jsonl"))
+    assert encoder.skipped == 1 and "longer than 2 s" in encoder.remarks()[0]
+    expected = [-1] * 5 + [0] * 10 + [1] * 11 + [-1] * 74  # frames of 20 ms
+    assert batch["source_words"][0].tolist() == expected
+    letters = tiny_processor().tokenizer.convert_ids_to_tokens(batch["labels"][0].tolist())
+    of_word = [
+        "".join(c for c, w in zip(letters, batch["target_words"][0].tolist(), strict=True) if w == n) for n in (0, 1)
+    ]
+    assert [text.strip("Ġ") for text in of_word] == ["To", "be"]
+    assert batch["decoder_input_ids"][0].tolist()[1:] == batch["labels"][0].tolist()[:-1]
+
+
+def test_frames_of_the_viewer_are_tenths_of_a_second_and_hold_all_weight(folder, encoder):
+    record = read_speech(folder / "clips.jsonl")[0]
+    (example,) = in_seconds(encoder.model, encoder, [record], encoder.tokenizer)
+    (batch,) = encoder.texts([record])
+    frames = run_sentence(encoder.model, batch, encoder.tokenizer, None).sites
+    cross = example.sites["cross"]
+    assert [token.text for token in cross.keys][:3] == ["0.0", "0.1", "0.2"] and len(cross.keys) == 10
+    torch.testing.assert_close(cross.weights[..., 3], frames["cross"].weights[..., 15:20].sum(-1))
+    own = example.sites["encoder_self"]
+    assert own.queries == own.keys
+    inside = frames["encoder_self"].weights[..., 10:15, 20:25].sum(-1).mean(-1)
+    torch.testing.assert_close(own.weights[..., 2, 4], inside)
+
+
+def test_a_report_of_recordings(folder, tmp_path):
+    done = analyze(
+        str(folder / "model"), folder / "clips.jsonl", out=tmp_path, figures=False, device="cpu", num_examples=1
+    )
+    (statistics,) = done.statistics
+    assert not done.problems and set(statistics.sites) == {"encoder_self", "cross", "decoder_self"}
+    assert bool(statistics.sites["cross"].alignment_error_rate("support", "output").isfinite().any())
+    assert statistics.importance["gradient"]["cross"].isfinite().all()
+    page = Path(done.report).read_text(encoding="utf-8")
+    assert "frames of 20 ms" in page and "words and the time they were said" in page
+
+
+def test_what_cannot_be_heard_is_said(folder, tmp_path):
+    assert names_sound(folder / "clips.jsonl") and names_sound(folder / "clips.tsv")
+    table = tmp_path / "clips.tsv"
+    table.write_text("text\tlabel\nTo be,\t1\n")
+    assert not names_sound(table)
+    table.write_text("audio\ttext\nnone.flac\tTo be\n")
+    with pytest.raises(FileNotFoundError, match=r"none\.flac"):
+        read_speech(table)
+    (tmp_path / "clips.jsonl").write_text(
+        json.dumps({"audio": "0.flac", "text": "to be", "words": ["to", "be"]}) + "\n"
+    )
+    with pytest.raises(ValueError, match="start, end"):
+        read_speech(tmp_path / "clips.jsonl")
+    with pytest.raises(ValueError, match="target_column"):
+        analyze(str(folder / "model"), folder / "clips.tsv", target_column="text", device="cpu", out=tmp_path / "o")
