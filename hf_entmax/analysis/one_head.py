@@ -54,20 +54,20 @@ class HeadView:
 
         Half of the heads of a language model rest on the first token. With exact zeros one can say when they do not.
         """
-        elsewhere = self.weights.clone()
-        elsewhere[:, 0] = 0
-        if self.site != "cross":
-            elsewhere.fill_diagonal_(0)
-        return elsewhere.gt(0).any(1).nonzero().flatten().tolist()
+        return self._elsewhere.gt(0).any(1).nonzero().flatten().tolist()
 
-    def frame(self) -> pandas.DataFrame:
+    def frame(self, elsewhere: bool = False) -> pandas.DataFrame:
         """Return a row for each weight that is not zero: positions, tokens and weight, strongest first.
+
+        Args:
+            elsewhere: leave out the weights on the first key and on the query itself: what is left is what a resting head does
+                when it fires, and which tokens wake it.
 
         Raises:
             ImportError: if pandas is not installed.
         """
         pandas = _needed("pandas")
-        rows, columns = self.weights.nonzero(as_tuple=True)
+        rows, columns = (self._elsewhere if elsewhere else self.weights).nonzero(as_tuple=True)
         found = {
             "query_position": rows.tolist(),
             "query": [self.queries[row].text for row in rows.tolist()],
@@ -104,6 +104,15 @@ class HeadView:
         return plots.attention_map(
             self.weights, queries, keys, f"{self.site.replace('_', ' ')} {self.layer}.{self.head}"
         )
+
+    @property
+    def _elsewhere(self) -> Tensor:
+        """The weights beside the first key and the queries themselves, ``[T_q, T_k]``."""
+        elsewhere = self.weights.clone()
+        elsewhere[:, 0] = 0
+        if self.site != "cross":
+            elsewhere.fill_diagonal_(0)
+        return elsewhere
 
     @property
     def _possible(self) -> Tensor:

@@ -54,6 +54,14 @@ def test_a_head_fires_where_it_looks_elsewhere():
     view = head(_ready("llama"), 0, 1, TEXT, tokenizer=_tokenizer())
     expected = [i for i, row in enumerate(view.weights) if any(w > 0 for j, w in enumerate(row) if j not in (0, i))]
     assert view.fires == expected
+    pytest.importorskip("pandas")
+    frame = view.frame(elsewhere=True)
+    assert sorted(set(frame["query_position"])) == expected
+    pairs = list(zip(frame["query_position"], frame["key_position"], strict=True))
+    assert pairs and not any(key in (0, query) for query, key in pairs)
+    assert frame["weight"].sum() == pytest.approx(
+        sum(float(w) for i, row in enumerate(view.weights) for j, w in enumerate(row) if j not in (0, i)), rel=1e-5
+    )
 
 
 def test_an_encoder_decoder_has_three_sites_and_a_figure():
