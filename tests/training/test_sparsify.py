@@ -146,6 +146,13 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path):
         _quiet(_sharp("llama"), batches, output_dir=tmp_path / "cut", **(options | {"density": 0.5}))
 
 
+def test_alphas_and_temperatures_train_at_one_rate_above_that_of_the_weights(tmp_path):
+    _quiet(_sharp("llama"), _batches("llama"), train="weights", max_loss_increase=0.03, steps=2, output_dir=tmp_path)
+    groups = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt")["param_groups"]
+    rates = {group["name"]: group["initial_lr"] for group in groups}
+    assert rates["alpha"] == rates["length_scaling"] == 0.01 > rates["weights"] == rates["no_decay"] == 2e-4
+
+
 def test_the_model_is_as_it_was_when_the_goal_is_out_of_reach():
     model, batches = _sharp("bert"), _batches("bert")
     with pytest.raises(ValueError, match="cannot be reached"):

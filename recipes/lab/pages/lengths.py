@@ -45,6 +45,20 @@ def lengths(rows: Rows, task: str) -> str:
     return table([*head, *(f"to {n}" if text else f"{n // trained_at}x" for n in at)], listed)
 
 
+def pretrained(rows: Rows) -> str:
+    """Pretrained models side by side on texts and lengths: perplexity, weights left, planted facts."""
+    listed = []
+    for row in rows("length_pretrained"):
+        shares = [f"{100 * float(row[name]):.2f}" for name in ("density", "density_beyond_first")]
+        by_position = [f"{float(value):.1f}" for _, value in re.findall(r"(\d+)=([\d.]+)", row["perplexities"])]
+        facts = [f"{float(row[name]) * int(row['facts']):.0f} of {row['facts']}" for name in ("found", "choice")]
+        places = [row["text"], row["length"], row["samples"], row["model"], f"{float(row['perplexity']):.2f}"]
+        listed.append([*places, *shares, ", ".join(by_position), *facts, f"{float(row['nats']):.1f}"])
+    head = ["text", "tokens", "blocks", "model", "perplexity", "nonzero weights, %", "beyond the first token, %"]
+    head += ["perplexity by 512 positions", "facts found", "chosen among four", "nats of a fact"]
+    return table(head, sorted(listed, key=lambda line: (str(line[0]), int(line[1]), -float(line[5]))))
+
+
 def column_of_alphas(own: list[Row]) -> str:
     """Mean and spread of the learned alphas."""
     alphas = [float(row["alpha"]) for row in own if row["alpha"]]
