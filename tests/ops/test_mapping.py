@@ -8,7 +8,7 @@ import reference
 import torch
 from tolerances import ALPHAS, assert_forward, assert_gradient
 
-from hf_entmax.ops import Entmax, Entmax15, Sparsemax, entmax, entmax15, sparsemax
+from hf_entmax.ops import Entmax, Entmax15, Sparsemax, entmax, entmax15, gradients, sparsemax
 
 F64 = torch.float64
 
@@ -98,6 +98,24 @@ def test_float64_against_the_oracle(alpha):
     assert_forward(probs, expected)
     assert_gradient(scores.grad, by_scores)
     assert_gradient(given.grad, by_alpha)
+
+
+@pytest.mark.parametrize("last", [1.5, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_alphas_on_both_sides_of_the_seam_in_one_tensor(dtype, last):
+    """Below a seam the gradient in alpha is a series in alpha - 1, above it closed: rows of both must not share one form."""
+    seam = gradients._SERIES_BELOW[dtype]
+    u = torch.tensor([seam / 100, seam / 50, seam / 4, 0.99 * seam, 1.01 * seam, 4 * seam, last - 1], dtype=F64)
+    alpha = (1 + u).to(dtype).unsqueeze(-1).requires_grad_()
+    generator = torch.Generator().manual_seed(5)
+    scores = (3 * torch.randn(len(u), 50, dtype=F64, generator=generator)).to(dtype)
+    cotangent = torch.randn(scores.shape, dtype=F64, generator=generator).to(dtype)
+    probs = entmax(scores, alpha)
+    probs.backward(cotangent)
+    for row in range(len(u)):
+        given = float(alpha[row].double())
+        _, _, by_alpha = reference_gradients(scores[row : row + 1], given, cotangent[row : row + 1].double())
+        assert_gradient(alpha.grad[row : row + 1], by_alpha)
 
 
 @pytest.mark.slow
