@@ -75,16 +75,15 @@ def test_every_setting_is_one_option(data, tmp_path, changes):
 
 @pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
-    summarization.main(settings(data, tmp_path / "run", epochs=40, lr=0.005, batch_size=4))
+    summarization.main(settings(data, tmp_path / "run", epochs=100, lr=0.003, batch_size=4, width=64))
     dense = json.loads((tmp_path / "run" / "result.json").read_text())
-    # So small a model learns in what words summaries are written, from the first references, not yet which thing wins: that is
-    # two words of three, and less where rounding leads it elsewhere; an untrained one shares no word with them.
-    assert dense["rouge1"] > 30 and dense["first_rouge1"] > 30
+    # Half of it is had by the words that all summaries share. Four seeds learn which thing wins as well, and reach 100.
+    assert dense["rouge1"] > 75 and dense["first_rouge1"] > 75
     model = str(tmp_path / "run" / "model")
     tuned = settings(data, tmp_path / "tuned", model=model, attention="1.2", output_alpha=1.5, epochs=5, lr=0.001)
     summarization.main(tuned)
     sparse = json.loads((tmp_path / "tuned" / "result.json").read_text())
-    assert sparse["rouge1"] > 30
+    assert sparse["rouge1"] > 75
     stored = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())
     assert (stored["entmax_config"]["alpha"], stored["entmax_config"]["output_alpha"]) == (1.2, 1.5)
     kept = (tmp_path / "tuned" / "summaries.txt").read_text(encoding="utf-8").splitlines()
