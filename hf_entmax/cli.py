@@ -227,10 +227,9 @@ def analyze(
 def serve(context: typer.Context) -> None:
     """Start the server of Transformers where patched models load: `transformers serve`, all of whose options it takes."""
     import hf_entmax  # noqa: F401  (a patched checkpoint loads where it is imported)
-    from hf_entmax.generation.serving.hooks import has_server
+    from hf_entmax.generation.serving.server import prepare_server
 
-    if not has_server():
-        raise ImportError('The server needs more packages: pip install "hf_entmax[serving]"')
+    prepare_server()
     from transformers.cli.transformers import app as theirs
 
     theirs(["serve", *context.args], prog_name="hf-entmax")

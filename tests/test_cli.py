@@ -192,9 +192,10 @@ def test_each_option_stands_once_and_is_on_the_command_line(command, options):
 
 
 def test_serve_hands_its_options_to_the_server_of_transformers(monkeypatch):
-    from hf_entmax.generation.serving import hooks
+    from hf_entmax.generation.serving import hooks, server
 
-    monkeypatch.setattr(hooks, "has_server", lambda: False)
+    for module in (hooks, server):
+        monkeypatch.setattr(module, "has_server", lambda: False)
     assert "hf_entmax[serving]" in str(run(app, ["serve", "folder"]).exception)
     assert "the server needs" in hooks.state()
     monkeypatch.undo()

@@ -218,6 +218,9 @@ def load(settings: Any) -> None:
     import openai
     from transformers.cli.serve import Serve
 
+    from hf_entmax.generation.serving.server import prepare_server
+
+    prepare_server()
     model = load_model(settings)
     folder = settings.out / "served"
     model.save_pretrained(folder)
@@ -260,7 +263,7 @@ def load(settings: Any) -> None:
                 for _ in pieces:
                     pass
         except openai.APIError as error:
-            return f"{type(error).__name__}: {str(error)[:200]}", 0.0, time.perf_counter() - start
+            return f"{type(error).__name__}: {str(error)[:400]}", 0.0, time.perf_counter() - start
         return "", first, time.perf_counter() - start
 
     try:

@@ -83,6 +83,10 @@ def test_masks_that_are_not_aligned_are_written_out():
     """A static cache has more keys than have been seen: the causal limit is then not at the last key."""
     mask = entmax_mask(2, 1, 16, q_offset=4, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     assert not isinstance(mask, StructuredMask) and mask.shape == (2, 1, 1, 16)
+    for seen in (None, torch.ones(2, 16, dtype=torch.bool)):
+        mask = entmax_mask(2, 1, 16, q_offset=4, attention_mask=seen, allow_is_causal_skip=False)
+        assert not isinstance(mask, StructuredMask)
+        assert ((mask > -1).flatten() == torch.arange(16).lt(5).repeat(2)).all()
     assert entmax_mask(2, 4, 4, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=True) is None
 
 

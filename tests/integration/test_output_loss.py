@@ -156,6 +156,13 @@ def test_shift_labels_given_by_the_trainer_are_used_as_they_stand():
     )
 
 
+def test_shift_labels_mean_nothing_to_a_model_that_predicts_in_place():
+    model = patch_model(tiny.build("bert"), output_alpha=1.5)
+    ids = tiny.inputs("bert")["input_ids"]
+    alone = model(input_ids=ids, labels=ids).loss
+    assert torch.equal(model(input_ids=ids, labels=ids, shift_labels=ids.roll(1, -1)).loss, alone)
+
+
 def test_a_mixture_of_experts_keeps_its_balancing_loss():
     sizes = {**tiny._LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, output_router_logits=True, router_aux_loss_coef=0.5)).eval()

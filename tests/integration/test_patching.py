@@ -168,6 +168,16 @@ def test_tied_alphas(tie, parameters):
     assert all((v < 1.2).all() for v in alphas(model).values())
 
 
+def test_a_module_is_named_by_whole_parts():
+    """``n.0.self_attn`` ends the name of a module of "encoder.layers.0", and names none."""
+    with pytest.raises(ValueError, match=r"rs\.0\.self_attn"):
+        patch_model(tiny.build("bart"), exclude=("rs.0.self_attn",))
+    model = patch_model(tiny.build("bart"), alpha=2.0, exclude=("layers.0.self_attn",))
+    table = alphas(model)
+    assert (table["encoder_self"][0] == 1).all() and (table["decoder_self"][0] == 1).all()
+    assert (table["cross"] == 2).all() and (table["encoder_self"][1] == 2).all()
+
+
 def test_chosen_sites_layers_and_exclusions():
     model = patch_model(
         tiny.build("bart"),

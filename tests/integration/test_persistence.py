@@ -12,6 +12,7 @@ import transformers as tf
 
 import hf_entmax
 from hf_entmax import EntmaxConfig, alphas, is_patched, patch_model, unpatch_model
+from hf_entmax.config import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 AUTO = {
@@ -299,9 +300,10 @@ def test_a_readme_that_is_no_text_is_left_alone(kind, tmp_path):
 def test_newer_schema_unknown_field_and_damaged_record(tmp_path):
     _patched("gpt2").save_pretrained(tmp_path)
     original = (tmp_path / "config.json").read_text()
-    _edit_config(tmp_path, schema_version=99)
-    with pytest.raises(ValueError, match=r"schema version 99.*pip install -U"):
-        tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for version in (SCHEMA_VERSION + 1, 99):
+        _edit_config(tmp_path, schema_version=version)
+        with pytest.raises(ValueError, match=rf"schema version {version}.*pip install -U"):
+            tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(original)
     _edit_config(tmp_path, gamma=1)
     with pytest.raises(ValueError, match=r"unknown fields.*gamma"):

@@ -13,6 +13,7 @@ import transformers as tf
 
 import hf_entmax
 from hf_entmax import alphas, patch_model, softmax_attention
+from hf_entmax.integration import softmax_blocks
 
 FAMILY = "llama"
 
@@ -54,6 +55,7 @@ def test_blocks_may_be_nested_and_left_in_any_order(model, both):
     with contextlib.suppress(KeyError), softmax_attention(model), softmax_attention(model):
         raise KeyError
     assert not is_softmax(model, both)
+    assert not softmax_blocks._entered.get() and not softmax_blocks._open  # nothing piles up from block to block
     assert torch.allclose(alphas(model)["decoder_self"], torch.tensor(1.7), atol=1e-6)
 
 

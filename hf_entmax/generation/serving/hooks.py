@@ -46,6 +46,8 @@ _EXPECTED = [
 ]
 _LAST = "5.23"
 _HOOKED = "_entmax_hook"
+#: Stands in the error of a request that the whole cache could not hold, of which the engine keeps the text alone.
+NO_ROOM = "needs room for"
 # Where a paged cache, its allocators and the requests in it have what reads it.
 _READER = "_entmax_reader"
 
@@ -304,7 +306,7 @@ def check_room(cache: Any, state: Any) -> None:
     needed = len(state.initial_tokens) + (0 if new is None else max(0, new - 1))
     if sectors_needed(cache, needed) > cache.num_sectors:
         raise ValueError(
-            f"Request {state.request_id} needs room for {needed} tokens ({len(state.initial_tokens)} of its prompt and up to "
+            f"Request {state.request_id} {NO_ROOM} {needed} tokens ({len(state.initial_tokens)} of its prompt and up to "
             f"{new} new ones), and the cache holds {capacity(cache)} in all: send a shorter prompt, ask for fewer new tokens, or "
             "serve with more num_blocks."
         )

@@ -64,4 +64,5 @@ def test_the_server_refuses_what_it_has_no_room_for_and_goes_on(folder):
     done = subprocess.run(
         [*command, "--out", str(folder), *options], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
+    assert "BadRequestError" in done.stdout and "send a shorter prompt" in done.stdout, done.stdout
     assert "2 refused" in done.stdout and "afterwards the server answers" in done.stdout, done.stderr[-2000:]
