@@ -74,6 +74,12 @@ def test_scores_are_what_switching_off_each_edge_alone_does(patched, ablation):
         assert not scores.scores[name][~mask].any()
 
 
+def test_the_path_is_walked_through_the_middle_of_its_steps():
+    """The scores add up to the whole difference; with the ends of the steps 16 of them miss four times as much."""
+    scores = circuits.attribute(_ready("gpt2"), _task("gpt2"), steps=16)
+    assert scores.missed < 0.1 * float((scores.ablated.full - scores.ablated.empty).abs().max())
+
+
 def test_a_planted_edge_is_the_circuit():
     """One layer, and prompts that differ in one token: the answer can only come from where the last position reads it."""
     model = tiny.build("mistral", num_hidden_layers=1, sliding_window=None)
