@@ -40,5 +40,10 @@ async def _explain(_request: Any, error: Exception) -> Any:
     # The engine hands over the text of an error, and the server raises its own with it.
     if NO_ROOM not in str(error):
         raise error
-    reason = {"message": str(error), "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
+    reason = {
+        "message": str(error),
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
     return JSONResponse({"error": reason}, status_code=400)

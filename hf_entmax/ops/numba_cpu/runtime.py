@@ -81,7 +81,9 @@ def storage(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def launch(run: Kernel, record: Any, items: int, threads: int, scratch: Mapping[str, int] | None = None) -> Sequence[int]:
+def launch(
+    run: Kernel, record: Any, items: int, threads: int, scratch: Mapping[str, int] | None = None
+) -> Sequence[int]:
     """Run a kernel over ``items`` work items and wait for it.
 
     Args:
