@@ -45,7 +45,7 @@ _EXPECTED = [
     ),
 ]
 _LAST = "5.23"
-_HOOKED = "_entmax_hook"
+HOOKED = "_entmax_hook"
 #: Stands in the error of a request that the whole cache could not hold, of which the engine keeps the text alone.
 NO_ROOM = "needs room for"
 # Where a paged cache, its allocators and the requests in it have what reads it.
@@ -101,9 +101,9 @@ def install() -> None:
     for (module, owner, method), make in hooks.items():
         found = getattr(importlib.import_module(f"{_ENGINE}.{module}"), owner)
         original = getattr(found, method)
-        if not hasattr(original, _HOOKED):
+        if not hasattr(original, HOOKED):
             hooked = functools.wraps(original)(make(original))
-            setattr(hooked, _HOOKED, True)
+            setattr(hooked, HOOKED, True)
             setattr(found, method, hooked)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hf_entmax.generation.serving.hooks import NO_ROOM, has_server
+from hf_entmax.generation.serving.hooks import HOOKED, NO_ROOM, has_server
 
 
 def prepare_server() -> None:
@@ -20,7 +20,7 @@ def prepare_server() -> None:
         raise ImportError('The server needs more packages: pip install "hf_entmax[serving]"')
     from transformers.cli.serving import server
 
-    if hasattr(server.build_server, "_entmax_hook"):
+    if hasattr(server.build_server, HOOKED):
         return
     original = server.build_server
 
@@ -30,7 +30,7 @@ def prepare_server() -> None:
         app.add_exception_handler(RuntimeError, _explain)
         return app
 
-    build_server._entmax_hook = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(build_server, HOOKED, True)
     server.build_server = build_server
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import ctypes
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -200,7 +200,7 @@ class Call:
         self.chunks, self.block_rows, self.items = chunks, block_rows, pairs * chunks
         self.span, self.padded = span, padded
 
-    def _launch(self, name: str, items: int, scratch: dict[str, int] | None = None) -> Sequence[int]:
+    def _launch(self, name: str, items: int, scratch: dict[str, int] | None = None) -> ctypes.Array[ctypes.c_int64]:
         return launch(kernel(name), self.record, items, self.threads, scratch)
 
     def forward(self, keep: bool, store_gradient: bool) -> tuple[Tensor, Tensor | None, Support | None]:

@@ -13,7 +13,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -83,7 +83,7 @@ def storage(size: int) -> Tensor:
 
 def launch(
     run: Kernel, record: Any, items: int, threads: int, scratch: Mapping[str, int] | None = None
-) -> Sequence[int]:
+) -> ctypes.Array[ctypes.c_int64]:
     """Run a kernel over ``items`` work items and wait for it.
 
     Args:
