@@ -20,6 +20,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
     dot,
     dropout_factor,
+    key_block_in_turn,
     key_block_range,
     load_rows,
     score_tile,
@@ -149,7 +150,8 @@ def _entmax_attention_fwd_kernel(
     top_sum, top_count = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     n_listed = 0
     first_block, last_block = key_block_range(first_row, extent, batch, problem, OPTIONS)
-    for index in range(first_block, last_block):
+    for step in range(0, last_block - first_block):
+        index = key_block_in_turn(step, first_block, last_block, first_row, problem, OPTIONS)
         _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
         top = tl.max(z, 1)
         rise = tl.maximum(top - row_max, 0.0)

@@ -269,6 +269,21 @@ def key_block_range(first_row, extent, batch, problem, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def key_block_in_turn(step, first, last, first_row, problem, OPTIONS: tl.constexpr):
+    """The ``step``-th of the key blocks ``[first, last)`` to read: those with the largest scores early, as a rule.
+
+    That on the diagonal (the keys that are as far as the last query of the block), the first block, where attention sinks are, and
+    the others leftwards from the diagonal, on from the right end.
+    """
+    diagonal = (first_row + OPTIONS.ROWS - 1 + problem.T_k - problem.T_q) // OPTIONS.COLS
+    diagonal = tl.minimum(tl.maximum(diagonal, first), last - 1)
+    to_left = diagonal - first
+    index = tl.where(step <= to_left, diagonal + 1 - step, last + to_left - step)
+    index = tl.where((step == 1) & (to_left > 0), first, index)
+    return tl.where(step == 0, diagonal, index)
+
+
+@triton.jit
 def dropout_factor(seed, plane, rows, cols, dropout):
     """0 with probability ``dropout``, else ``1 / (1 - dropout)``; a function of seed, plane (head), row and column.
 
