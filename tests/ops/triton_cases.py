@@ -29,7 +29,7 @@ from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.ops import backends, entmax, entmax_attention, rows, self_check, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, tiles, unsupported
+from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, row_math, tiles, unsupported
 
 attention = functools.partial(entmax_attention, backend="triton")
 torch_attention = functools.partial(entmax_attention, backend="torch")
@@ -104,6 +104,27 @@ def test_blocks_off_the_support_are_never_read():
     assert (key.grad[:, :, 64:128] == 0).all() and (value.grad[:, :, 64:128] == 0).all()
 
 
+def test_bins_count_every_score(monkeypatch):
+    """Of 22 tiles: an element of a tile has room for fifteen."""
+    if not INTERPRETED:
+        pytest.skip("counts are looked at in the interpreter")
+    query, key, value, alpha = make(H=1, T_q=3, T_k=700, alpha=(1.5,))
+    query[..., 0], key[..., 1:] = 4.0, 0.0
+    key[..., 0] = torch.where(torch.arange(700) < 64, -0.5, -0.85) - 0.01 * torch.rand(700)
+    key[..., 300, 0] = 0.0
+    seen, bracket = [], launch.forward.histogram_bracket
+    monkeypatch.setattr(launch.forward, "histogram_bracket", lambda *given: seen.append(given) or bracket(*given))
+    out = attention(query, key, value, alpha)[0]
+    assert_forward(out, reference.attention(query, key, value, alpha)["out"])
+    ((counts, width, *_),) = seen
+    scores = (query @ key.mT * 0.25)[0, 0].double()
+    width = torch.from_numpy(width.handle.data[:3])[:, None].double()
+    places = ((scores.amax(1, keepdim=True) - scores) / width + 0.125).floor()
+    for place, count in enumerate(counts):  # a score on the edge of two bins may be in either
+        assert abs(torch.from_numpy(count.handle.data[:3]) - (places == place).sum(1)).max() <= 1
+    assert counts[-1].handle.data[0] == 700 - 64 - 1
+
+
 def test_flags_are_the_support():
     query, key, value, alpha = make(T_q=96, T_k=160, sharpness=8.0, alpha=(1.5, 2.0))
     arguments = blocks.Arguments(query, key, value, alpha, None, None, None, None, 0.0, True, 0, 0.0, 0.25, 0.0)
@@ -113,6 +134,49 @@ def test_flags_are_the_support():
     tiles_of = (weights > 1e-12).unflatten(3, (-1, cut.cols)).unflatten(2, (-1, cut.rows)).any(5).any(3)
     assert torch.equal(flags.bool(), tiles_of)
     assert not tiles_of.all() and tiles_of.any()
+
+
+@triton.jit
+def _bracket_kernel(scores, alpha, least, out, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    z = tl.load(scores + rows[:, None] * COLS + cols[None, :])
+    mapping = row_math.make_mapping(alpha, alpha)
+    low = tl.load(least + rows)
+    width = row_math.bin_width(low, mapping)
+    packed = row_math.bin_bits(z - tl.max(z, 1)[:, None], width[:, None])
+    n0, n1, n2 = tl.sum(packed & 15, 1), tl.sum((packed >> 4) & 15, 1), tl.sum((packed >> 8) & 15, 1)
+    n3, n4, n5 = tl.sum((packed >> 12) & 15, 1), tl.sum((packed >> 16) & 15, 1), tl.sum((packed >> 20) & 15, 1)
+    counts = (n0.to(tl.float32), n1, n2, n3, n4, n5, tl.sum((packed >> 24) & 15, 1))
+    largest = row_math.largest_threshold(tl.zeros([ROWS], tl.float32) + COLS, mapping.u)
+    found = row_math.histogram_bracket(counts, width, low, largest, mapping, 0.0)
+    for i in tl.static_range(3):
+        tl.store(out + i * ROWS + rows, found[i])
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 1.9, 2.0, 2.5, 4.0])
+def test_the_histogram_encloses_the_threshold(alpha):
+    """Random, tied, crowded and lonely scores: the bracket holds the true threshold, and where F is convex it is narrow."""
+    u, n = alpha - 1, 64
+    scores = torch.randn(16, n) * torch.logspace(-2, 1, 16)[:, None]
+    scores[1], scores[2, 1:] = 3.0, -50.0
+    scores[3] = torch.where(
+        torch.arange(n) < 3, 1.0, 1.0 - 0.9 / u
+    )  # many scores that only just have no weight, or just have
+    scores[4] = 1e4 + scores[4].round()
+    probs = reference.entmax(scores, alpha)
+    top = scores.double().amax(1)
+    # p = (1 + u (z - top - c)) ** (1/u) at the maximum, whose weight is far from 0.
+    wanted = (1 - probs.amax(1) ** u) / u
+    for least in (torch.zeros(16), (wanted - 0.3).clamp(min=0).float()):
+        out = torch.empty(3, 16)
+        _bracket_kernel[(1,)](scores, alpha, least, out, ROWS=16, COLS=n)
+        start, low, high = out.double()
+        rounding = 1e-6 * (1 + top.abs())
+        assert (low <= wanted + rounding).all() and (wanted <= high + rounding).all()
+        assert (low >= least).all() and ((low <= start) & (start <= high)).all()
+        if alpha <= 2:
+            width = (1 / u - least.double()) / 6.875
+            assert (high - low <= 1.07 * width + rounding).float().mean() > 0.8
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from hf_entmax.ops.sketch_format import HALF_STEP, LANES, THRESHOLD_ROUNDINGS
 from hf_entmax.ops.triton_gpu.row_math import (
     MASKED,
     MASKED_BELOW,
+    TOLERANCE,
     expq,
     largest_threshold,
     make_mapping,
@@ -172,7 +173,9 @@ def _threshold(scores, n, top, mapping, max_passes, ALPHA: tl.constexpr, CHUNK: 
     unfinished = 1
     while (n_passes < max_passes) & (unfinished != 0):
         total, slope, curvature = _mass(scores, n, top, c, mapping, ALPHA, CHUNK)
-        c, low, high, row_unfinished = threshold_step(c, low, high, total, slope, curvature, n_passes, mapping.u)
+        c, low, high, row_unfinished = threshold_step(
+            c, low, high, total, slope, curvature, n_passes, mapping.u, TOLERANCE
+        )
         unfinished = row_unfinished.to(tl.int32)
         n_passes += 1
     return c

@@ -10,8 +10,12 @@ import triton.language as tl
 from hf_entmax.ops.triton_gpu.row_math import (
     MASKED,
     MASKED_BELOW,
+    TOLERANCE,
+    bin_bits,
+    bin_width,
     expq,
     first_threshold,
+    histogram_bracket,
     largest_threshold,
     make_mapping,
     threshold_step,
@@ -45,6 +49,46 @@ def _key_extent_kernel(key_mask, extent, T_k, BLOCK: tl.constexpr):
         last = tl.maximum(last, tl.max(tl.where(real, cols + 1, 0), 0))
     tl.store(extent + batch * 2, first)
     tl.store(extent + batch * 2 + 1, last)
+
+
+# Below this u bins would be wider than the thresholds that they are to tell apart.
+_LEAST_BINNED_U = tl.constexpr(0.1)
+
+
+@triton.jit
+def _histogram_pass(
+    queries, key, row_max, least, rows, first_row, block_list, n_listed, terms, mapping, problem, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """Scores of each row by bin, as `histogram_bracket` wants them, the width of the bins, and how many blocks stay listed.
+
+    Every element of the tile counts for itself, four bits a bin: fifteen tiles fill them.
+    """
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    width = bin_width(least, mapping)
+    reach = tl.maximum(row_max + least - mapping.inv_u, MASKED_BELOW)
+    n0, n1, n2 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    n3, n4, n5 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    n6 = tl.zeros([ROWS], tl.float32)
+    kept = 0
+    for first in range(0, n_listed, 15):
+        packed = tl.zeros([ROWS, OPTIONS.COLS], tl.int32)
+        for position in range(first, tl.minimum(first + 15, n_listed)):
+            index = tl.load(block_list + position)
+            _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
+            packed += bin_bits(z - row_max[:, None], width[:, None])
+            # In place: the write never overtakes the read, and this reduction is a barrier between the two.
+            listed = tl.max((tl.max(z, 1) > reach).to(tl.int32), 0)
+            tl.store(block_list + kept, index, mask=listed != 0)
+            kept += listed
+        # Two bins in a word, sixteen bits each, for the sums over the columns.
+        word = tl.sum(packed & 0x000F000F, 1)
+        n0, n4 = n0 + (word & 0xFFFF), n4 + (word >> 16)
+        word = tl.sum((packed >> 4) & 0x000F000F, 1)
+        n1, n5 = n1 + (word & 0xFFFF), n5 + (word >> 16)
+        word = tl.sum((packed >> 8) & 0x000F000F, 1)
+        n2, n6 = n2 + (word & 0xFFFF), n6 + (word >> 16)
+        n3 += tl.sum((packed >> 12) & 0x0000000F, 1)
+    return (n0, n1, n2, n3, n4, n5, n6), width, kept
 
 
 @triton.jit
@@ -108,10 +152,10 @@ def _entmax_attention_fwd_kernel(
 ):
     """One block of queries of one head.
 
-    Passes over the key blocks: (1) row maxima; (2...) sums for a step of the threshold, until every row has it;
-    (last) the output. Scores only ever exist as a tile. A block whose largest score cannot reach the threshold of any
-    row (the lower ends of the brackets only rise) leaves ``lists`` and is not read again; the blocks that the last pass
-    finds on the support are set in ``flags`` for the backward kernels.
+    Passes over the key blocks: (1) row maxima; (2) counts of scores by their distance from them, which bound the threshold;
+    (3...) sums for a step of the threshold, until every row has it; (last) the output. Scores only ever exist as a tile. A
+    block whose largest score cannot reach the threshold of any row (the lower ends of the brackets only rise) leaves ``lists``
+    and is not read again; the blocks that the last pass finds on the support are set in ``flags`` for the backward kernels.
 
     Shapes: query ``[B, H, T_q, D]``, key ``[B, H_kv, T_k, D]``, value ``[B, H_kv, T_k, D_V]``, out as query with
     ``D_V``, alpha ``[H]``, weights ``[B, H, T_q, T_k]`` or None, lists and flags ``[B, H, n_q, n_k]``. For the backward
@@ -177,8 +221,17 @@ def _entmax_attention_fwd_kernel(
     # Passes 2...: the threshold. One thread writes the list, all read it: hence the barriers between passes.
     c = first_threshold(score_sum, score_count, mapping.u)
     c = tl.maximum(c, first_threshold(top_sum, top_count, mapping.u))
-    low = tl.zeros([ROWS], tl.float32)
     high = largest_threshold(tl.zeros([ROWS], tl.float32) + problem.T_k, mapping.u)
+    # Less what the rounding of sums may make of it, a bound up to alpha = 2.
+    low = tl.maximum(c - mapping.inv_u * 2.0**-12, 0.0)
+    low = tl.where(mapping.u > 1.0, 0.0, low)
+    if OPTIONS.ALPHA != 1.0:  # noqa: SIM102  known when it is compiled, and only then
+        if mapping.u >= _LEAST_BINNED_U:
+            tl.debug_barrier()
+            counts, width, n_listed = _histogram_pass(
+                queries, key, row_max, low, rows, first_row, block_list, n_listed, terms, mapping, problem, OPTIONS
+            )
+            c, low, high = histogram_bracket(counts, width, low, high, mapping, OPTIONS.ALPHA)
     n_passes = 0
     unfinished = 1
     while (n_passes < max_passes) & (unfinished != 0):
@@ -200,7 +253,9 @@ def _entmax_attention_fwd_kernel(
             tl.store(block_list + kept, index, mask=listed != 0)
             kept += listed
         n_listed = kept
-        c, low, high, row_unfinished = threshold_step(c, low, high, total, slope, curvature, n_passes, mapping.u)
+        c, low, high, row_unfinished = threshold_step(
+            c, low, high, total, slope, curvature, n_passes, mapping.u, TOLERANCE
+        )
         unfinished = tl.max(row_unfinished.to(tl.int32), 0)
         n_passes += 1
     tl.debug_barrier()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.row_math import Mapping, expq, largest_threshold, make_mapping, threshold_step
+from hf_entmax.ops.triton_gpu.row_math import TOLERANCE, Mapping, expq, largest_threshold, make_mapping, threshold_step
 
 # Stands for minus infinity in centred scores: finite, so that products with u = 0 or with a weight of 0 stay 0.
 _FAR = tl.constexpr(-1.0e30)
@@ -59,7 +59,9 @@ def _solve_rows_kernel(
             total += tl.sum(p, 1)
             slope += tl.sum(s, 1)
             curvature += tl.sum(e, 1)
-        c, low, high, row_unfinished = threshold_step(c, low, high, total, slope, curvature, n_passes, mapping.u)
+        c, low, high, row_unfinished = threshold_step(
+            c, low, high, total, slope, curvature, n_passes, mapping.u, TOLERANCE
+        )
         unfinished = tl.max(row_unfinished.to(tl.int32), 0)
         n_passes += 1
 

@@ -14,6 +14,8 @@ Reference:
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportRedeclaration=false
+# Ranges of constants are no iterables to pyright.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -38,6 +40,8 @@ MASKED_BELOW = tl.constexpr(-1.7014117e38)
 SMALL_U = tl.constexpr(0.125)
 # Below this u the logarithm of 1 + x, divided by u, has to be more exact near x = 0 than the hardware's.
 NEAR_U = tl.constexpr(0.25)
+# Halley converges cubically: an error of 1e-3 before the step is, as a rule, below the rounding of float32 after it.
+TOLERANCE = tl.constexpr(1e-3)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -170,7 +174,66 @@ def first_threshold(total, count, u):
 
 
 @triton.jit
-def threshold_step(c, low, high, total, slope, curvature, n_passes, u):
+def _binned_mass(c, counts, width, mapping, ALPHA: tl.constexpr):
+    """``sum p``, ``sum s`` and ``sum s / w`` of one score at the maximum and ``counts`` in the middles of bins, see `histogram_bracket`."""
+    total, slope, curvature, _ = expq(-c, mapping, ALPHA)
+    for i in tl.static_range(7):
+        p, s, e, _ = expq(-(width * (i + 0.375) + c), mapping, ALPHA)
+        total += counts[i] * p
+        slope += counts[i] * s
+        curvature += counts[i] * e
+    return total, slope, curvature
+
+
+@triton.jit
+def bin_width(least, mapping):
+    """Width of the bins of a row whose threshold is ``least`` or above: 6 7/8 of them hold all scores that may have weight."""
+    return (mapping.inv_u - least) * (1.0 / 6.875)
+
+
+@triton.jit
+def bin_bits(y, width):
+    """``1 << 4 i`` for scores ``y = z - m`` in bin ``i < 7``; seven bins of four bits are a word, and the rest is scores without weight.
+
+    Bin ``i`` has the scores that are ``i - 1/8`` to ``i + 7/8`` widths below the maximum, so that one which rounding leaves just
+    above it is in bin 0. Adding 1.5 * 2**23 rounds to a whole number of quarters of a width, in the last bits of a float32.
+    """
+    quarters = tl.minimum(y * (-4.0 / width) + 12582912.0, 12582940.0)
+    return 1 << (quarters.to(tl.int32, bitcast=True) & 28)
+
+
+@triton.jit
+def histogram_bracket(counts, width, least, largest, mapping, ALPHA: tl.constexpr):
+    r"""A threshold to start from and proved bounds of the true one, from counts of scores: for any ``u > 0``.
+
+    Let ``B(c)`` be the mass at ``c`` if one score were the maximum and each other in the middle of its bin, ``h / 2`` from it at
+    most. Weights fall with the distance ``d`` from the maximum, and depend on ``d + c`` alone; hence, of the true mass ``S``,
+
+        B(c + h/2) <= S(c) <= B(c - h/2)
+
+    (the maximum itself is where ``B`` has it, and weighs less at ``c + h/2`` and more at ``c - h/2``). So the true threshold is at
+    least ``b - h/2`` where ``B(b) >= 1``, and at most ``b + h/2`` where ``B(b) < 1``. Four Halley steps come close to ``B = 1``, and ``B``
+    on either side of where they end proves the bracket: what is not proved stays ``least`` and ``largest``. Nothing here asks for
+    ``F`` to be convex, so that this holds above alpha = 2, where bins begin at ``least = 0``.
+
+    ``counts``: seven numbers of scores by bin, the maximum among them; ``width``: h. Gives the start, ``low`` and ``high``.
+    """
+    others = (tl.maximum(counts[0] - 1.0, 0.0), counts[1], counts[2], counts[3], counts[4], counts[5], counts[6])
+    c, below, above, low, high = least, least, largest, least, largest
+    # This margin is far above what rounding does to B.
+    margin = width * 0.03125
+    for n_steps in range(0, 6):
+        at = c + tl.where(n_steps == 4, -margin, tl.where(n_steps == 5, margin, 0.0))
+        total, slope, curvature = _binned_mass(at, others, width, mapping, ALPHA)
+        low = tl.where(total >= 1.0, tl.maximum(low, at - 0.5 * width), low)
+        high = tl.where(total < 1.0, tl.minimum(high, at + 0.5 * width), high)
+        step, below, above, _ = threshold_step(at, below, above, total, slope, curvature, n_steps, mapping.u, 0.0)
+        c = tl.where(n_steps < 4, step, c)
+    return tl.minimum(tl.maximum(c, low), high), low, high
+
+
+@triton.jit
+def threshold_step(c, low, high, total, slope, curvature, n_passes, u, tolerance):
     r"""One bracketed Halley step for ``sum p = 1`` on ``F(c) = (sum p)**u - 1``, row by row.
 
     ``F`` is a p-norm of ``[w]_+`` less 1, hence convex and decreasing for ``u <= 1``; it is linear when all entries on
@@ -180,8 +243,8 @@ def threshold_step(c, low, high, total, slope, curvature, n_passes, u):
     every other step for ``u > 1`` where ``F`` is not convex, are bisections.
 
     ``c`` and its bracket ``low``, ``high``; ``total``, ``slope``, ``curvature``: ``S = sum p``, ``D = sum s`` and
-    ``E = sum s / w`` at ``c``; ``n_passes`` made so far. Gives the next ``c, low, high``, and whether each row should
-    have another pass (never for NaN or empty rows).
+    ``E = sum s / w`` at ``c``; ``n_passes`` made so far; ``tolerance``: of ``S`` before this step (1e-6 at most for
+    ``u > 1``). Gives the next ``c, low, high``, and whether each row should have another pass (never for NaN or empty rows).
     """
     log_total = tl.log(tl.maximum(total, 1e-30))
     relative = log_total * expm1_ratio(tl.minimum(-u * log_total, 80.0))
@@ -192,9 +255,8 @@ def threshold_step(c, low, high, total, slope, curvature, n_passes, u):
     low = tl.where(total >= 1.0, tl.maximum(low, c), low)
     high = tl.where(total < 1.0, tl.minimum(high, c), high)
     proposal = c + step
-    # Halley converges cubically: an error of 1e-3 before the step is below the rounding of float32 after it.
     wide = high - low > 1e-7 * (1.0 + high)
-    unfinished = (tl.abs(total - 1.0) > tl.where(u > 1.0, 1e-6, 1e-3)) & wide
+    unfinished = (tl.abs(total - 1.0) > tl.where(u > 1.0, 1e-6, tolerance)) & wide
     outside = (proposal < low) | (proposal > high) | (slope <= 0.0) | (tl.where(u > 1.0, n_passes % 2, 0) == 1)
     inside = tl.minimum(tl.maximum(proposal, low), high)
     following = tl.where(outside & unfinished, 0.5 * (low + high), inside)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,10 +71,15 @@ def count(query: Tensor, key: Tensor, alpha: float | Tensor) -> dict[str, Any]:
     blocks = attention_blocks(length, width, width, query.dtype)
     row, col = torch.arange(0, length, blocks.rows), torch.arange(0, length, blocks.cols)
     tiles = batch * heads * int((col[None] < row[:, None] + blocks.rows).sum())
-    shares = {name: round(found[name] / tiles, 3) for name in ENDS.values()} 
+    shares = {name: round(found[name] / tiles, 3) for name in ENDS.values()}
     shares = {name.removeprefix("_"): share for name, share in shares.items()}
     programs = batch * heads * len(row)
-    return {"tiles": tiles, **shares, "passes": round(found["passes"] / programs, 2), "empty": round(1 - int(flags.sum()) / tiles, 3)}
+    return {
+        "tiles": tiles,
+        **shares,
+        "passes": round(found["passes"] / programs, 2),
+        "empty": round(1 - int(flags.sum()) / tiles, 3),
+    }
 
 
 def scores(kind: str, length: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +109,7 @@ def scores(kind: str, length: int) -> tuple[Tensor, Tensor]:
         query = 0.6 * query + 0.7 * (centres[topic] + centres[other][topic]) * 60**-0.5
         key = 0.6 * key + centres[topic]
     query, key = (torch.stack([*own.T, *more], 1) for own, more in zip((query, key), extra, strict=True))
-    return tuple(t.bfloat16()[None, None] for t in (query, key))
+    return query.bfloat16()[None, None], key.bfloat16()[None, None]
 
 
 def of_model(folder: str, text: Path, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
