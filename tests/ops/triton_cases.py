@@ -125,6 +125,35 @@ def test_bins_count_every_score(monkeypatch):
     assert counts[-1].handle.data[0] == 700 - 64 - 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_tolerances_of_half_precision_keep_their_promise(dtype, monkeypatch):
+    """In float32, where their error can be seen: twice the limit of the sum, by the largest value."""
+    query, key, value, alpha = make(H=4, T_q=20, T_k=90, sharpness=3.0, alpha=(1.05, 1.3, 1.5, 1.9))
+    limit = launch._TOLERANCES[dtype][1]
+    monkeypatch.setitem(launch._TOLERANCES, torch.float32, launch._TOLERANCES[dtype])
+    out, weights = attention(query, key, value, alpha, need_weights=True)
+    expected = reference.attention(query, key, value, alpha)
+    assert (weights.sum(-1) - 1).abs().max() <= limit + 1e-6
+    assert (out.double() - expected["out"]).abs().max() <= 2 * limit + 2e-6
+
+
+def test_a_step_that_leads_astray_is_noticed_and_repeated(monkeypatch):
+    """With no tolerance before the last step worth the name, what comes of it is seen in the output pass."""
+    monkeypatch.setitem(launch._TOLERANCES, torch.float32, (1e9, 2.0**-16))
+    query, key, value, alpha = leaves(*make(alpha=(1.5, 1.9), sharpness=4.0))
+    passes, own = [], launch.forward._output_pass
+    if INTERPRETED:
+        monkeypatch.setattr(launch.forward, "_output_pass", lambda *given: passes.append(given[-2]) or own(*given))
+    out = attention(query, key, value, alpha)[0]
+    grad_out = torch.randn_like(out)
+    expected = reference.attention(query, key, value, alpha, grad_out=grad_out)
+    assert_forward(out, expected["out"])
+    out.backward(grad_out)
+    for leaf, name in zip((query, key, value, alpha), ("query", "key", "value", "alpha"), strict=True):
+        assert_gradient(leaf.grad, expected[name])
+    assert not INTERPRETED or True in passes
+
+
 def test_flags_are_the_support():
     query, key, value, alpha = make(T_q=96, T_k=160, sharpness=8.0, alpha=(1.5, 2.0))
     arguments = blocks.Arguments(query, key, value, alpha, None, None, None, None, 0.0, True, 0, 0.0, 0.25, 0.0)

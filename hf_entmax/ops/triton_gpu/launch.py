@@ -25,6 +25,16 @@ from hf_entmax.ops.triton_gpu.tiles import Array, Gradients, Inputs, Options, Pr
 
 # Far more than Halley's steps ever take for alpha <= 2 (at most 9 were seen); above 2 every other step is a bisection.
 _MAX_PASSES = 64
+# How far from 1 the sum S of a row's weights may be before the last step of its threshold, and after it. Outputs are divided by S,
+# and what is left of an error is at most 2 |log S| of the largest value: along the way from the true threshold to c
+# the divided weights q = p / S change by |dq| = (D / S) |s / D - q| dc, where s / D and q both sum to 1, and the integral of D / S
+# is log S. The limits of half precision are half of what rounding does to a weight. What a tolerance leads to is seen
+# afterwards, not trusted.
+_TOLERANCES = {
+    torch.float32: (1e-3, 2.0**-16),
+    torch.float16: (0.05, 2.0**-12),
+    torch.bfloat16: (0.2, 2.0**-9),
+}
 
 
 def _array(tensor: Tensor | None) -> Array | None:
@@ -90,6 +100,7 @@ class _Launch:
             bias_floor=_floor(bias),
         )
         self.problem = Problem(*map(float, problem))
+        tolerance, limit = _TOLERANCES[query.dtype]
         options = Options(
             CAUSAL=inputs.is_causal,
             WINDOW=inputs.window > 0,
@@ -99,6 +110,8 @@ class _Launch:
             ALPHA=inputs.exact_alpha,
             GRAD_ALPHA=grad_alpha,
             PRECISION=_float32_precision(),
+            TOLERANCE=tolerance,
+            LIMIT=limit,
             D=head_dim,
             D_V=value_dim,
             BLOCK_D=padded(head_dim),

@@ -54,7 +54,8 @@ class Options(NamedTuple):
 
     ``ALPHA``: 1.0, 1.5 or 2.0 when every head has that alpha by construction (no logarithm needed), 0.0 when it is read
     from memory. ``GRAD_ALPHA``: whether the gradient in alpha is wanted. ``PRECISION``: of float32 dot products, "ieee"
-    or "tf32". ``ROWS``, ``COLS``: queries and keys of a tile. ``D``, ``D_V``: head dimensions of keys and values;
+    or "tf32". ``TOLERANCE``: how far from 1 the sum of weights may be before the last step of the threshold; ``LIMIT``: how far
+    it may be after it. ``ROWS``, ``COLS``: queries and keys of a tile. ``D``, ``D_V``: head dimensions of keys and values;
     ``BLOCK_D``, ``BLOCK_V``: the powers of two they are padded to.
     """
 
@@ -66,6 +67,8 @@ class Options(NamedTuple):
     ALPHA: float
     GRAD_ALPHA: bool
     PRECISION: str
+    TOLERANCE: float
+    LIMIT: float
     D: int
     D_V: int
     BLOCK_D: int
