@@ -161,8 +161,31 @@ def test_flags_are_the_support():
     cut = blocks.attention_blocks(96, 16, 16, torch.float32)
     weights = reference.attention(query, key, value, alpha, is_causal=True)["weights"]
     tiles_of = (weights > 1e-12).unflatten(3, (-1, cut.cols)).unflatten(2, (-1, cut.rows)).any(5).any(3)
-    assert torch.equal(flags.bool(), tiles_of)
+    assert torch.equal(blocks.on_support(flags, 5), tiles_of)
     assert not tiles_of.all() and tiles_of.any()
+
+
+def test_the_mean_that_is_kept_may_be_rounded():
+    """``slope_mean`` in bfloat16 moves ``delta`` by its rounding; the gradient in alpha only by as much as sums of weights are not 1."""
+    query, key, value, alpha = make(T_q=20, D=16, dtype=torch.bfloat16, alpha=(1.3, 1.5))
+    wide = [t.float() for t in (query, key, value)]
+    given = blocks.Arguments(query, key, value, alpha, None, None, None, None, 0.0, False, 0, 0.0, 0.25, 0.0)
+    _, _, stats, mean, flags = launch.attention_forward(given, True, True, True)
+    exact = launch.attention_forward(given._replace(query=wide[0], key=wide[1], value=wide[2]), True, True, True)[3]
+    assert mean.dtype == torch.bfloat16 and exact.dtype == torch.float32
+    grad_out = torch.randn(1, 2, 20, 16).bfloat16()
+    rounded, plain = (
+        launch.attention_backward(given, grad_out, None, stats, m, flags, True, False, False)
+        for m in (mean.float(), exact)
+    )
+    # What rounding, and another threshold, do to delta; then what that does to a gradient.
+    moved = ((mean - exact).abs() * grad_out.abs()).sum(-1)
+    assert (moved <= ((2**-8 + 2 * 2**-9) * exact.abs() * grad_out.abs()).sum(-1) + 2**-7).all()
+    sums = stats[..., 2].double()
+    off = 2.0**-9 * (1 / (alpha - 1) ** 2)[None, :, None]
+    assert ((rounded[3] - plain[3]).abs() <= (moved * off).sum((0, 2)) + 1e-4).all()
+    query_bound = 0.25 * (moved.double() * sums)[..., None] * wide[1].abs().amax((2, 3))[..., None, None]
+    assert ((rounded[0] - plain[0]).abs().double() <= query_bound + 2**-8 * plain[0].abs().double()).all()
 
 
 @triton.jit

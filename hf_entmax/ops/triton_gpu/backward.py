@@ -28,21 +28,29 @@ from hf_entmax.ops.triton_gpu.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["stride_outer", "stride_inner", "n_outer", "n_inner"])
-def _compact_flags_kernel(flags, stride_outer, stride_inner, lists, counts, n_outer, n_inner, BLOCK: tl.constexpr):
-    """For each outer block of each head, the inner blocks whose flag is set, in order.
+@triton.jit
+def _load_flag(flags, plane, block_q, block_k, n_q, n_k, inside):
+    """Whether tiles are on the support, 1 or 0, from a bit for each."""
+    word = tl.load(flags + (plane * n_q + block_q) * tl.cdiv(n_k, 32) + block_k // 32, mask=inside, other=0)
+    return (word >> (block_k % 32).to(tl.int32)) & 1
 
-    ``flags`` is ``[B * H, n_q, n_k]``; the strides say which of its last two dimensions is the outer one. lists
-    ``[B * H, n_outer, n_inner]``, counts ``[B * H, n_outer]``.
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "by_query"])
+def _compact_flags_kernel(flags, n_q, n_k, by_query, lists, counts, BLOCK: tl.constexpr):
+    """For each block of queries (or of keys, if ``by_query`` is 0) of each head, the blocks of the others whose flag is set, in order.
+
+    flags ``[B * H, n_q, n_k / 32]``, a bit for each tile. lists ``[B * H, n_outer, n_inner]``, counts ``[B * H, n_outer]``.
     """
     pid = tl.program_id(0).to(tl.int64)
+    n_outer = tl.where(by_query != 0, n_q, n_k)
+    n_inner = tl.where(by_query != 0, n_k, n_q)
     plane, outer = pid // n_outer, pid % n_outer
-    flags += plane * n_outer * n_inner + outer * stride_outer
     lists += pid * n_inner
     count = 0
     for start in range(0, n_inner, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        flag = tl.load(flags + index.to(tl.int64) * stride_inner, mask=index < n_inner, other=0).to(tl.int32)
+        block_q, block_k = tl.where(by_query != 0, outer, index), tl.where(by_query != 0, index, outer)
+        flag = _load_flag(flags, plane, block_q, block_k, n_q, n_k, index < n_inner)
         tl.store(lists + count + tl.cumsum(flag, 0) - flag, index, mask=flag != 0)
         count += tl.sum(flag, 0)
     tl.store(counts + pid, count)
@@ -83,7 +91,7 @@ def _query_pass(
     sum_c = tl.zeros([ROWS], tl.float32)
     sum_d = tl.zeros([ROWS], tl.float32)
     for position in range(0, n_listed):
-        first_col = tl.load(block_list + position) * OPTIONS.COLS
+        first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
         keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
         p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
@@ -153,7 +161,7 @@ def _entmax_attention_bwd_query_kernel(
     means = load_rows(select(slope_mean, batch, head), rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
     row_max, c = _load_stats(stats, plane.to(tl.int64), rows, T_q)
     slope = tl.load(stats + row_index * 5 + 2, mask=rows < T_q, other=0.0)
-    row_delta = tl.sum(means * grad_out.to(tl.float32), 1)
+    row_delta = tl.sum(means.to(tl.float32) * grad_out.to(tl.float32), 1)
     no_dots = tl.zeros([ROWS, COLS], tl.float32)
     block_list = lists + (plane.to(tl.int64) * n_q + block) * problem.n_k
     n_listed = tl.load(counts + plane.to(tl.int64) * n_q + block)
@@ -162,7 +170,7 @@ def _entmax_attention_bwd_query_kernel(
         # The part of delta that the output does not carry: sum s dW / sum s.
         extra = tl.zeros([ROWS], tl.float32)
         for position in range(0, n_listed):
-            first_col = tl.load(block_list + position) * OPTIONS.COLS
+            first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
             _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
             g = _weight_gradient(
@@ -234,7 +242,7 @@ def _entmax_attention_bwd_key_kernel(
         mapping = make_mapping(head_alpha, head_alpha)
         block_list = lists + (plane * n_k + block) * problem.n_q
         for position in range(0, tl.load(counts + plane * n_k + block)):
-            first_row = tl.load(block_list + position) * OPTIONS.ROWS
+            first_row = tl.load(block_list + position).to(tl.int32) * OPTIONS.ROWS
             rows = first_row + tl.arange(0, OPTIONS.ROWS)
             queries = load_rows(head_query, rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
             grad_out = load_rows(head_grads, rows, T_q, OPTIONS.D_V, OPTIONS.BLOCK_V)
@@ -270,7 +278,7 @@ def _entmax_attention_bwd_bias_kernel(
     """dL/dbias of one tile, summed over the sequences and heads that the bias is broadcast to.
 
     A bias shared by a batch (T5: ``[1, H, T_q, T_k]``) is summed here, tile by tile, rather than by adding up one
-    ``[T_q, T_k]`` array per sequence. grad_bias ``[bias_batches, bias_heads, T_q, T_k]``; flags ``[B, H, n_q, n_k]``.
+    ``[T_q, T_k]`` array per sequence. grad_bias ``[bias_batches, bias_heads, T_q, T_k]``; flags as in the forward kernel.
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
@@ -293,7 +301,7 @@ def _entmax_attention_bwd_bias_kernel(
         batch = (bias_plane // bias_heads) % bias_batches + pair // shared_heads
         head = bias_plane % bias_heads + pair % shared_heads
         plane = batch * H + head
-        if tl.load(flags + (plane * n_q + block_q) * n_k + block_k) != 0:
+        if _load_flag(flags, plane, block_q, block_k, n_q, n_k, True) != 0:
             kv_head = head // problem.group
             head_terms = ScoreTerms(
                 select(terms.mask, batch, head) if terms.mask is not None else None,

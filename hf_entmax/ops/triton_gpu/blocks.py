@@ -123,8 +123,9 @@ def forward_buffers(
 
     Returns:
         out ``[B, H, T_q, D_v]``, stored as ``[B, T_q, H, D_v]`` so that merging the heads copies nothing; weights
-        ``[B, H, T_q, T_k]``; and for the backward pass stats ``[B, H, T_q, 5]`` and slope_mean ``[B, H, T_q, D_v]`` in
-        float32 and flags ``[B, H, n_q, n_k]`` in uint8, one byte per tile.
+        ``[B, H, T_q, T_k]``; and for the backward pass stats ``[B, H, T_q, 5]`` in float32, slope_mean ``[B, H, T_q, D_v]``
+        in the dtype of the values, whose rounding the gradients of half precision have anyway, and flags
+        ``[B, H, n_q, n_k / 32]`` in int32, a bit for each tile (see `on_support`).
     """
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = value.shape[2:]
@@ -135,9 +136,15 @@ def forward_buffers(
         query.new_empty((batch, queries, heads, value_dim)).transpose(1, 2),
         query.new_empty((*lead, queries, keys) if need_weights else 0),
         query.new_empty((*lead, queries, 5) if need_grad else 0, dtype=torch.float32),
-        query.new_empty((*lead, queries, value_dim) if need_grad else 0, dtype=torch.float32),
-        query.new_empty((*lead, n_q, n_k) if need_grad else 0, dtype=torch.uint8),
+        value.new_empty((*lead, queries, value_dim) if need_grad else 0),
+        query.new_empty((*lead, n_q, -(-n_k // 32)) if need_grad else 0, dtype=torch.int32),
     )
+
+
+def on_support(flags: Tensor, n_k: int) -> Tensor:
+    """Which tiles carry weight, bool ``[B, H, n_q, n_k]``, from the bits of `forward_buffers`."""
+    block = torch.arange(n_k, device=flags.device)
+    return (flags[..., block // 32] >> (block % 32)) & 1 != 0
 
 
 def backward_buffers(inputs: Arguments, need_alpha: bool, need_bias: bool, need_mask: bool) -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ def _histogram_pass(
     for first in range(0, n_listed, 15):
         packed = tl.zeros([ROWS, OPTIONS.COLS], tl.int32)
         for position in range(first, tl.minimum(first + 15, n_listed)):
-            index = tl.load(block_list + position)
+            index = tl.load(block_list + position).to(tl.int32)
             _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
             packed += bin_bits(z - row_max[:, None], width[:, None])
             # In place: the write never overtakes the read, and this reduction is a barrier between the two.
@@ -92,7 +92,7 @@ def _histogram_pass(
 
 @triton.jit
 def _output_pass(
-    queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+    queries, key, value, row_max, c, rows, first_row, block_list, n_listed, plane, terms, mapping,
     seed, weights, stats, flags, problem, CAREFUL: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The sums ``p``, ``s``, entropy, ``-s y``, ``p v`` and ``s v`` of each row over the listed key blocks.
@@ -109,7 +109,7 @@ def _output_pass(
     spoilt = tl.zeros([ROWS], tl.int32)
     slope_acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for position in range(0, n_listed):
-        index = tl.load(block_list + position)
+        index = tl.load(block_list + position).to(tl.int32)
         _, cols, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
         if CAREFUL:
@@ -123,7 +123,9 @@ def _output_pass(
             if OPTIONS.GRAD_ALPHA:
                 entropy -= tl.sum(p * log_p, 1)
                 moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
-            tl.store(flags + row_of_lists + index, 1, mask=tl.max((block_slope != 0.0).to(tl.int32), 0) != 0)
+            # Words of a block of queries are this program's alone.
+            supported = tl.max((block_slope != 0.0).to(tl.int32), 0) != 0
+            tl.atomic_or(flags + index // 32, 1 << (index % 32), mask=supported, sem="relaxed")
         if OPTIONS.DROPOUT:
             factor = dropout_factor(tl.load(seed), plane, rows[:, None], cols[None, :], problem.dropout)
             p *= factor
@@ -157,9 +159,9 @@ def _entmax_attention_fwd_kernel(
     and is not read again; the blocks that the last pass finds on the support are set in ``flags`` for the backward kernels.
 
     Shapes: query ``[B, H, T_q, D]``, key ``[B, H_kv, T_k, D]``, value ``[B, H_kv, T_k, D_V]``, out as query with
-    ``D_V``, alpha ``[H]``, weights ``[B, H, T_q, T_k]`` or None, lists and flags ``[B, H, n_q, n_k]``. For the backward
-    pass, else None: stats ``[B, H, T_q, 5]`` (maximum, centred threshold, sum s, entropy, -sum s y) and slope_mean
-    ``[B, H, T_q, D_V]`` (sum s v / sum s).
+    ``D_V``, alpha ``[H]``, weights ``[B, H, T_q, T_k]`` or None, lists ``[B, H, n_q, n_k]``. For the backward pass, else None:
+    flags ``[B, H, n_q, n_k / 32]`` (a bit for each tile), stats ``[B, H, T_q, 5]`` (maximum, centred threshold, sum s, entropy,
+    -sum s y) and slope_mean ``[B, H, T_q, D_V]`` (sum s v / sum s).
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
@@ -183,8 +185,9 @@ def _entmax_attention_fwd_kernel(
     head_alpha = tl.load(inputs.alpha + head)
     mapping = make_mapping(head_alpha, head_alpha)
     queries = load_rows(select(inputs.query, batch, head), rows, T_q, OPTIONS.D, OPTIONS.BLOCK_D)
-    row_of_lists = (plane.to(tl.int64) * n_q + block) * n_k
-    block_list = lists + row_of_lists
+    block_of_queries = plane.to(tl.int64) * n_q + block
+    block_list = lists + block_of_queries * n_k
+    flags = flags + block_of_queries * tl.cdiv(n_k, 32) if flags is not None else None
 
     # Pass 1: maxima. A block is listed if it reaches what is, with the maximum so far, the lowest threshold.
     row_max = tl.full([ROWS], MASKED, tl.float32)
@@ -253,7 +256,7 @@ def _entmax_attention_fwd_kernel(
             reach = tl.maximum(row_max + low - mapping.inv_u, MASKED_BELOW)
             kept = 0
             for position in range(0, n_listed):
-                index = tl.load(block_list + position)
+                index = tl.load(block_list + position).to(tl.int32)
                 _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
                 p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
                 mass += tl.sum(p, 1)
@@ -274,12 +277,12 @@ def _entmax_attention_fwd_kernel(
         # Last pass: the output, and what the backward pass wants to know of each row.
         if attempt == 0:
             total, slope, entropy, moment, acc, slope_acc = _output_pass(
-                queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+                queries, key, value, row_max, c, rows, first_row, block_list, n_listed, plane, terms, mapping,
                 inputs.seed, weights, stats, flags, problem, False, OPTIONS,
             )  # fmt: skip
         else:
             total, slope, entropy, moment, acc, slope_acc = _output_pass(
-                queries, key, value, row_max, c, rows, first_row, block_list, n_listed, row_of_lists, plane, terms, mapping,
+                queries, key, value, row_max, c, rows, first_row, block_list, n_listed, plane, terms, mapping,
                 inputs.seed, weights, stats, flags, problem, True, OPTIONS,
             )  # fmt: skip
         off = (tl.abs(total - 1.0) > limit) & (total > 0.0)

@@ -138,7 +138,7 @@ def attention_forward(inputs: Arguments, need_weights: bool, need_grad: bool, ne
         return tuple(buffer.zero_() for buffer in buffers)
     call = _Launch(inputs, need_alpha)
     n_q, n_k = call.n_q, call.n_k
-    lists = torch.empty((call.planes, n_q, n_k), dtype=torch.int32, device=query.device)
+    lists = torch.empty((call.planes, n_q, n_k), dtype=_list_dtype(n_k), device=query.device)
     with _on_device(query):
         extent = None
         if call.key_mask is not None:
@@ -212,10 +212,15 @@ def attention_backward(
 def _compact(flags: Tensor, n_q: int, n_k: int, *, by_query: bool) -> tuple[Tensor, Tensor]:
     """The flagged blocks of each block of queries (or keys) as a list and its length."""
     batch, heads = flags.shape[:2]
-    outer, inner, strides = (n_q, n_k, (n_k, 1)) if by_query else (n_k, n_q, (1, n_k))
-    lists = torch.empty((batch, heads, outer, inner), dtype=torch.int32, device=flags.device)
+    outer, inner = (n_q, n_k) if by_query else (n_k, n_q)
+    lists = torch.empty((batch, heads, outer, inner), dtype=_list_dtype(inner), device=flags.device)
     counts = torch.empty((batch, heads, outer), dtype=torch.int32, device=flags.device)
     backward._compact_flags_kernel[(batch * heads * outer,)](
-        flags, *strides, lists, counts, outer, inner, BLOCK=min(1024, padded(inner))
+        flags, n_q, n_k, int(by_query), lists, counts, BLOCK=min(1024, padded(inner))
     )
     return lists, counts
+
+
+def _list_dtype(blocks: int) -> torch.dtype:
+    """That of a list of so many blocks at most, which for long sequences is large."""
+    return torch.int16 if blocks <= 2**15 else torch.int32

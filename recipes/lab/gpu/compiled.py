@@ -1,6 +1,7 @@
-"""Compile the kernels for compute capability 9.0, on any machine: registers, spills, shared memory, instructions of each loop.
+"""Compile the kernels for a GPU, on any machine: registers, spills, shared memory, instructions of each loop.
 
     TRITON_INTERPRET=0 python -m recipes.lab.gpu.compiled learned        # a case; a line of JSON for each kernel
+    TRITON_INTERPRET=0 python -m recipes.lab.gpu.compiled learned 80     # for compute capability 8.0 (else 9.0)
 
 The interpreter accepts what the compiler does not (types of a loop's variables, shapes of a dot product), and does not know what
 fits into a multiprocessor. A stand-in for the driver names the target, and launches stop after compilation: arguments are
@@ -16,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,9 +29,12 @@ from .setting import Setting
 
 #: Of compute capability 9.0: bytes of shared memory a block of threads may have, bytes of stack that are a few registers.
 SHARED, STACK = 227 * 1024, 1024
+#: Matrix products: of Ampere, Hopper and Blackwell.
+PRODUCT = r"[HQ]G?MMA|UTC\w*MMA"
 #: Machine instructions by the unit that runs them: cycles that one takes of a quarter of a multiprocessor.
 UNITS = {
     "powers": (r"MUFU", 8),
+    "spills": (r"LDL|STL", 4),
     "half_rate": (r"FMNMX|FSETP|FSEL|FSET|LOP|IADD|V?IMNMX|ISETP|SEL|SHF|LEA|PRMT|F2F|I2F|PLOP", 2),
 }
 
@@ -88,14 +91,14 @@ def in_a_process(name: str) -> dict[str, Any]:
     return {"status": "wrong" if bad else "ok", "reason": f"{bad}" if bad else "", "kernels": kernels}
 
 
-def compile_case(name: str) -> dict[str, dict[str, Any]]:
+def compile_case(name: str, capability: int = 90) -> dict[str, dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
     from hf_entmax.ops import triton_gpu
 
     calls = {"get_current_device": lambda: 0, "get_current_stream": lambda device=None: 0}
-    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), **calls)
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", capability, 32), **calls)
     compiled: dict[str, Any] = {}
     variants: dict[str, set[str]] = {}
     launch: Any = JITFunction.run
@@ -205,7 +208,8 @@ def nvidia_tool(name: str, kernel: Any, *options: str) -> str:
 def loops(assembly: str) -> list[dict[str, int]]:
     """The loops that hold matrix products, in order: instructions, and cycles of a quarter of a multiprocessor for each warp.
 
-    Both branches of a condition count, so that a loop costs at most what is said here.
+    Both branches of a condition count, so that a loop costs at most these cycles; ``least`` leaves out what a branch may jump over (the
+    edge of what is visible, a series for alphas near 1).
     """
     labels: dict[str, int] = {}
     code: list[tuple[str, str]] = []
@@ -223,18 +227,29 @@ def loops(assembly: str) -> list[dict[str, int]]:
     for first, last in spans:
         if any(first < other and end < last for other, end in spans):
             continue  # an inner loop is counted by itself
-        counts = Counter()
-        for operation, _ in code[first : last + 1]:
-            counts["instructions"] += 1
-            counts["products"] += bool(re.match(r"[HQ]G?MMA", operation))
-            for unit, (pattern, _) in UNITS.items():
-                counts[unit] += bool(re.match(pattern, operation))
+        counts, end = _counts(code[first : last + 1]), first
+        always = []
+        for place in range(first, last + 1):
+            target = re.search(r"\.L_\w+", code[place][1]) if code[place][0].startswith("BRA") else None
+            if place >= end:
+                always.append(code[place])
+                end = max(end, labels.get(target[0], 0)) if target and labels.get(target[0], 0) <= last else end
         if counts["products"]:
-            units = [cycles * counts[unit] for unit, (_, cycles) in UNITS.items()]
-            result.append({**counts, "cycles": max(counts["instructions"], *units)})
+            result.append({**counts, "cycles": _cycles(counts), "least": _cycles(_counts(always))})
     return result
 
 
+def _counts(code: list[tuple[str, str]]) -> dict[str, int]:
+    counts = {"instructions": len(code), "products": sum(bool(re.match(PRODUCT, operation)) for operation, _ in code)}
+    return counts | {
+        unit: sum(bool(re.match(pattern, operation)) for operation, _ in code) for unit, (pattern, _) in UNITS.items()
+    }
+
+
+def _cycles(counts: dict[str, int]) -> int:
+    return max(counts["instructions"], *(cycles * counts[unit] for unit, (_, cycles) in UNITS.items()))
+
+
 if __name__ == "__main__":
-    for kernel, found in compile_case(sys.argv[1]).items():
+    for kernel, found in compile_case(sys.argv[1], *map(int, sys.argv[2:])).items():
         print(json.dumps([kernel, found]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks
+from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks, on_support
 
 from .setting import Setting
 
@@ -45,9 +45,10 @@ def empty_share(tensors: list[Tensor], alpha: Tensor) -> float:
     with torch.no_grad():
         flags = attention_forward(arguments, False, True, False)[4]
     blocks = attention_blocks(query.shape[2], query.shape[3], query.shape[3], query.dtype)
-    row, col = (torch.arange(n, device=query.device) for n in flags.shape[2:])
+    tiles = on_support(flags, -(-query.shape[2] // blocks.cols))
+    row, col = (torch.arange(n, device=query.device) for n in tiles.shape[2:])
     reachable = col[None] * blocks.cols <= row[:, None] * blocks.rows + blocks.rows - 1
-    return 1 - float(flags.sum(dtype=torch.int64) / (reachable.sum() * flags.shape[0] * flags.shape[1]))
+    return 1 - float(tiles.sum() / (reachable.sum() * tiles.shape[0] * tiles.shape[1]))
 
 
 def problem(

@@ -59,7 +59,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def count(query: Tensor, key: Tensor, alpha: float | Tensor) -> dict[str, Any]:
     """Shares of the tiles within the causal limit that each pass reads: ``[B, H, T, D]``, equal lengths, scores unscaled."""
-    from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks
+    from hf_entmax.ops.triton_gpu.blocks import Arguments, attention_blocks, on_support
     from hf_entmax.ops.triton_gpu.launch import attention_forward
 
     batch, heads, length, width = query.shape
@@ -78,7 +78,7 @@ def count(query: Tensor, key: Tensor, alpha: float | Tensor) -> dict[str, Any]:
         "tiles": tiles,
         **shares,
         "passes": round(found["passes"] / programs, 2),
-        "empty": round(1 - int(flags.sum()) / tiles, 3),
+        "empty": round(1 - int(on_support(flags, len(col)).sum()) / tiles, 3),
     }
 
 

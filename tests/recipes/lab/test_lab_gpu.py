@@ -178,6 +178,10 @@ def test_loops_of_machine_code():
         /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
         /*0020*/                   MUFU.EX2 R3, R3 ;
         /*0030*/              @!P0 FSEL R4, R3, RZ, P1 ;
+        /*0034*/              @!P1 BRA `(.L_x_3) ;
+        /*0038*/                   STL [R1], R4 ;
+        /*003c*/                   FFMA R4, R4, R4, R4 ;
+.L_x_3:
         /*0040*/                   FFMA R5, R4, R3, R5 ;
         /*0050*/               @P2 BRA `(.L_x_1) ;
 .L_x_2:
@@ -185,4 +189,6 @@ def test_loops_of_machine_code():
         /*0070*/                   BRA `(.L_x_2) ;
 """
     (loop,) = loops(code)
-    assert loop == {"instructions": 5, "products": 1, "powers": 1, "half_rate": 1, "cycles": 8}
+    assert loop == {
+        "instructions": 8, "products": 1, "powers": 1, "spills": 1, "half_rate": 1, "cycles": 8, "least": 8
+    }  # fmt: skip
