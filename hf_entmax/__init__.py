@@ -16,17 +16,8 @@ if TYPE_CHECKING:
     from hf_entmax import analysis, generation, losses, ops, training
     from hf_entmax.config import EntmaxConfig
     from hf_entmax.integration.discovery import unpatched_softmax
-    from hf_entmax.integration.patching import (
-        alphas,
-        entmax_config,
-        is_patched,
-        length_scalings,
-        mapping_options,
-        patch_model,
-        set_alphas,
-        softmax_attention,
-        unpatch_model,
-    )
+    from hf_entmax.integration.head_numbers import alphas, length_scalings, mapping_options, set_alphas
+    from hf_entmax.integration.patching import entmax_config, is_patched, patch_model, softmax_attention, unpatch_model
     from hf_entmax.ops.backends import available_backends
     from hf_entmax.ops.controllable import register_mapping
     from hf_entmax.training.calibration import calibrate_alphas
@@ -40,17 +31,10 @@ _LAZY = {
     "sparsify": "hf_entmax.training.sparsify",
     "unpatched_softmax": "hf_entmax.integration.discovery",
     **dict.fromkeys(
-        [
-            "alphas",
-            "entmax_config",
-            "is_patched",
-            "length_scalings",
-            "mapping_options",
-            "patch_model",
-            "set_alphas",
-            "softmax_attention",
-            "unpatch_model",
-        ],
+        ("alphas", "length_scalings", "mapping_options", "set_alphas"), "hf_entmax.integration.head_numbers"
+    ),
+    **dict.fromkeys(
+        ("entmax_config", "is_patched", "patch_model", "softmax_attention", "unpatch_model"),
         "hf_entmax.integration.patching",
     ),
 }

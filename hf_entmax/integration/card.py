@@ -169,7 +169,8 @@ def card_section(model: PreTrainedModel, path: str = "PATH_OR_HUB_ID", *, adapte
         path: what the loading example should name.
         adapter: show how an adapter over the model is loaded.
     """
-    from hf_entmax.integration.patching import alphas, entmax_config
+    from hf_entmax.integration.head_numbers import alphas
+    from hf_entmax.integration.patching import entmax_config
 
     config = entmax_config(model)
     table = alphas(model) if config.mapping == "entmax" else {}
@@ -328,7 +329,8 @@ def _mapping_in_words(mapping: str, alpha: str | float) -> str:
 
 def scaling_in_words(model: PreTrainedModel) -> str:
     """Describe the length scaling of a patched model in one sentence; "" where it has none."""
-    from hf_entmax.integration.patching import entmax_config, length_scalings
+    from hf_entmax.integration.head_numbers import length_scalings
+    from hf_entmax.integration.patching import entmax_config
 
     config = entmax_config(model)
     identity = config.length_scaling_init == "identity"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_entmax.batches.prepare import evaluation_mode
 from hf_entmax.integration.config_hook import CALIBRATION_KEY
 from hf_entmax.integration.discovery import attention_sites
-from hf_entmax.integration.patching import alphas
+from hf_entmax.integration.head_numbers import alphas
 from hf_entmax.integration.softmax_blocks import runs_softmax
 from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.search import Search, Task

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from hf_entmax.integration.discovery import unwrapped
-from hf_entmax.integration.patching import alphas, entmax_config, is_patched, set_alphas
+from hf_entmax.integration.head_numbers import alphas, set_alphas
+from hf_entmax.integration.patching import entmax_config, is_patched
 from hf_entmax.training.schedules import AlphaSchedule
 
 

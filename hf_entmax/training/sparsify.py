@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from hf_entmax.integration.config_hook import CALIBRATION_KEY, SPARSITY_KEY
 from hf_entmax.integration.discovery import attention_sites
-from hf_entmax.integration.patching import alphas, is_patched, patch_model, unpatch_model
+from hf_entmax.integration.head_numbers import alphas
+from hf_entmax.integration.patching import is_patched, patch_model, unpatch_model
 from hf_entmax.integration.softmax_blocks import runs_softmax
 from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.calibration import evaluated_alone
