@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_entmax.ops.exact.bounds import score_rounding
 from hf_entmax.ops.triton_gpu import exact_kernels
 from hf_entmax.ops.triton_gpu.blocks import Arguments, padded
-from hf_entmax.ops.triton_gpu.launch import _MAX_PASSES, _array, _Launch, _on_device
+from hf_entmax.ops.triton_gpu.launch import _MAX_PASSES, FUSED, _array, _Launch, _on_device
 
 if TYPE_CHECKING:
     from hf_entmax.ops.exact.sketch import KeySketch
@@ -43,10 +43,10 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
             call.inputs, call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
             upper, width, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
             call.problem, BITS=sketch.bits, PAGE=page, DEPTH=depth, CHANNELS=min(32, depth & -depth), COLS=padded(page),
-            OPTIONS=call.options, num_warps=4,
+            OPTIONS=call.options, num_warps=4, **FUSED,
         )  # fmt: skip
         exact_kernels._exact_rows_kernel[(batch * heads * queries,)](
             call.inputs, call.terms, sink, upper, width, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
-            call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=call.options, num_warps=_WARPS,
+            call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=call.options, num_warps=_WARPS, **FUSED,
         )  # fmt: skip
     return out, counts

@@ -37,6 +37,10 @@ _TOLERANCES = {
 }
 
 
+# Products and sums become one instruction: from Triton 3.10 on only where that is asked for.
+FUSED = {"enable_fp_fusion": True}
+
+
 def _array(tensor: Tensor | None) -> Array | None:
     return None if tensor is None else Array(tensor, *tensor.stride())
 
@@ -144,12 +148,14 @@ def attention_forward(inputs: Arguments, need_weights: bool, need_grad: bool, ne
         if call.key_mask is not None:
             extent = torch.empty((query.shape[0], 2), dtype=torch.int32, device=query.device)
             block = min(1024, padded(key.shape[2]))
-            forward._key_extent_kernel[(query.shape[0],)](_array(call.key_mask), extent, key.shape[2], BLOCK=block)
+            forward._key_extent_kernel[(query.shape[0],)](
+                _array(call.key_mask), extent, key.shape[2], BLOCK=block, **FUSED
+            )
         forward._entmax_attention_fwd_kernel[(n_q * call.planes,)](
             call.inputs, call.terms, extent, _array(out), weights if need_weights else None,
             *((stats, _array(slope_mean), lists, flags) if need_grad else (None, None, lists, None)),
             1 if inputs.exact_alpha == 1.0 else _MAX_PASSES,
-            call.problem, OPTIONS=call.options, num_warps=call.blocks.warps, num_stages=call.blocks.stages,
+            call.problem, OPTIONS=call.options, num_warps=call.blocks.warps, num_stages=call.blocks.stages, **FUSED,
         )  # fmt: skip
     return buffers
 
@@ -180,7 +186,7 @@ def attention_backward(
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     grad_alpha = torch.empty_like(delta) if need_alpha else None
-    launch = {"num_warps": call.blocks.backward_warps, "num_stages": call.blocks.backward_stages}
+    launch = {"num_warps": call.blocks.backward_warps, "num_stages": call.blocks.backward_stages, **FUSED}
     shared = (call.inputs, call.terms, Gradients(_array(grad_out), _array(grad_weights)), stats)
     with _on_device(query):
         lists, counts = _compact(flags, n_q, n_k, by_query=True)
@@ -216,7 +222,7 @@ def _compact(flags: Tensor, n_q: int, n_k: int, *, by_query: bool) -> tuple[Tens
     lists = torch.empty((batch, heads, outer, inner), dtype=_list_dtype(inner), device=flags.device)
     counts = torch.empty((batch, heads, outer), dtype=torch.int32, device=flags.device)
     backward._compact_flags_kernel[(batch * heads * outer,)](
-        flags, n_q, n_k, int(by_query), lists, counts, BLOCK=min(1024, padded(inner))
+        flags, n_q, n_k, int(by_query), lists, counts, BLOCK=min(1024, padded(inner)), **FUSED
     )
     return lists, counts
 

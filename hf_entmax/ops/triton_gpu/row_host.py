@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_entmax.ops.solve import RowSolution, conjugate_of
 from hf_entmax.ops.triton_gpu import row_kernels
 from hf_entmax.ops.triton_gpu.blocks import padded
-from hf_entmax.ops.triton_gpu.launch import _MAX_PASSES, _on_device
+from hf_entmax.ops.triton_gpu.launch import _MAX_PASSES, FUSED, _on_device
 
 #: Whether alpha may be above 2: thresholds are float32, too coarse for probabilities that rise like a root there.
 ABOVE_TWO = False
@@ -68,5 +68,5 @@ def _launch(
     with _on_device(scores):
         kernel[grid](
             (scores.detach(), *scores.stride()), maximum, (alpha, step), floor, n_rows, n_cols, *operands,
-            ALPHA=exact_alpha, ROWS=1024 // cols, COLS=cols,
+            ALPHA=exact_alpha, ROWS=1024 // cols, COLS=cols, **FUSED,
         )  # fmt: skip

@@ -12,7 +12,7 @@ printed in ``log.txt``; the tiles that were fastest in ``blocks.json``, which ``
 later parts use). A second run with the same ``--out`` leaves alone what is done.
 
 The image may be older than the package: `ops` and `losses` need no Transformers, and the part "models" says so and stops where it
-is older than 5.18. What the time should be, before anything is measured: see `recipes.lab.gpu.profile`.
+is older than 5.18. What the time should be, before anything is measured: see `recipes.lab.gpu.forecast`.
 """
 
 from __future__ import annotations

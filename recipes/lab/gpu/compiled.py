@@ -187,7 +187,7 @@ def describe(kernel: Any) -> dict[str, Any]:
         "stack": stack,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
-        "products": "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "none",
+        "products": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
         "calls": kernel.asm["ttgir"].count("tt.call"),
         "lines": len(ptx.splitlines()),
         "loops": loops(nvidia_tool("nvdisasm", kernel, "-c")),

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: it has wheels for Linux only")
 
+from recipes.lab.gpu import forecast
+
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 STEPS = """
@@ -40,3 +42,15 @@ def test_rows_of_every_kind_of_scores(tmp_path):
     with out.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == 10 and {row["maximum"] for row in rows} == {"1.0"}
+
+
+def test_the_forecast_adds_what_each_pass_costs():
+    row = {"maximum": "1.0", "histogram": "0.5", "threshold": "0.5", "output": "0.4", "empty": "0.6"}
+    cycles = forecast.CYCLES["1.5"]
+    forward = cycles["maximum"] + 0.5 * (cycles["histogram"] + cycles["threshold"]) + 0.4 * cycles["output"]
+    assert forecast.ratio(row, "1.5", backward=False) == pytest.approx(forward / 500)
+    assert forecast.ratio(row, "1.5") == pytest.approx((forward + 0.4 * cycles["backward"]) / 1500)
+    assert forecast.ratio(row, "learned") > forecast.ratio(row, "1.5")
+    assert forecast.adasplash(0.61) == pytest.approx(0.99) and forecast.adasplash(0.2) is None
+    row |= {"scores": "recency", "length": "2048", "alpha": "1.5"}
+    assert "| recency, 2k | 1.5 | 60% | 0.50 |" in forecast.table([row])
