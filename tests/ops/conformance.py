@@ -97,13 +97,16 @@ def doubles(*tensors):
 
 
 def rounding_of_scores(query, key, value, scaling=None):
-    """Return by how much an output moves when the largest score is rounded once, relative to the terms of its sum."""
+    """Return by how much an output moves when each score is rounded once, relative to the terms of the largest sum.
+
+    The rows of the Jacobian, diag(s) - s s' / sum(s) with s = p ** (2 - alpha) <= 1, have an absolute sum of at most 2.
+    """
     query, key = (
         query.detach().double().abs(),
         key.detach().double().abs().repeat_interleave(query.shape[1] // key.shape[1], 1),
     )
     largest = float((query @ key.mT).max()) * abs(scaling or query.shape[-1] ** -0.5)
-    return torch.finfo(torch.float32).eps * largest * max(1.0, float(value.abs().max()))
+    return 2 * torch.finfo(torch.float32).eps * largest * max(1.0, float(value.abs().max()))
 
 
 def compare(subject, tensors, **options):
