@@ -28,8 +28,8 @@ def rows(tmp_path):
     return write
 
 
-#: Figures that other programs draw: a study of heads, the quickstart, word times.
-OTHERS = {"heads_diversity", "quickstart_attention", "word_times"}
+#: Figures that other programs draw: a study of heads, the quickstart, the laboratory of speech.
+OTHERS = {"heads_diversity", "quickstart_attention", "whisper_encoder_heads", "word_times"}
 
 
 @pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
