@@ -45,7 +45,7 @@ def read_audio(source: str | Path | bytes, rate: int = RATE) -> Any:
         import soundfile
         from scipy.signal import resample_poly
     except ImportError as error:
-        raise ImportError(f'reading sound needs {error.name}: pip install "hf_entmax[recipes]".') from error
+        raise ImportError(f'reading sound needs {error.name}: pip install "hf_entmax[speech]".') from error
 
     name = "sound" if isinstance(source, bytes) else str(source)
     if not isinstance(source, bytes) and not Path(source).is_file():
