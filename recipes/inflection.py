@@ -8,7 +8,7 @@
     python recipes/inflection.py --config ... --out runs/ensemble --ensemble runs/a/model runs/b/model runs/c/model
     python recipes/inflection.py --config ... --out runs/infl-softmax --resume                    # add --coverage 90 95 for sets
     python recipes/pretrained_folders.py g2p models/g2p                                           # letters to sounds, and words
-    python recipes/inflection.py --config recipes/configs/inflection_pronunciation.yaml --attention learned --output_alpha 1.5 --out runs/g2p
+    python recipes/inflection.py --config recipes/configs/inflection_pronunciation.yaml --attention learned --output_alpha 1.5 --out runs/p
 
 The encoder reads language, tags and lemma (``<german><V><PST>gehen``), the decoder writes the form letter by letter. Data: files
 of lemma, form and tags as in the CoNLL-SIGMORPHON 2018 shared task, ``{language}`` and ``{split}`` standing for both in ``--data``;

@@ -54,7 +54,10 @@ def _imported(path: Path) -> set[str]:
 
 def test_what_the_package_imports_is_declared():
     extras = PROJECT["optional-dependencies"]
-    required = [*PROJECT["dependencies"], *(extras[e] for e in ("figures", "cpu", "gpu", "serving", "speech", "benchmark"))]
+    required = [
+        *PROJECT["dependencies"],
+        *(extras[e] for e in ("figures", "cpu", "gpu", "serving", "speech", "benchmark")),
+    ]
     flat = [r for entry in required for r in ([entry] if isinstance(entry, str) else entry)]
     declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in flat}
     used = {name: path.name for path in PACKAGE.rglob("*.py") for name in _imported(path)}
