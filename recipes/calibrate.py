@@ -29,7 +29,8 @@ from common.batches import evenly
 from common.blocks import collate, cut, encode
 from common.folder import say_processes
 from common.heads import head_statistics
-from common.results import Results, columns, origin, show
+from common.results import columns, show
+from common.row_file import Results, origin
 from common.sentences import contrast, embeddings, pair_batch, read_text_pairs, spearman
 from common.settings import option
 from hf_entmax import calibrate_alphas, patch_model, softmax_attention

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.results import Results, columns, origin, show
+from common.results import columns, show
+from common.row_file import Results, origin
 from hf_entmax import patch_model
 from hf_entmax.analysis import circuits, plots
 

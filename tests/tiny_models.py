@@ -125,6 +125,21 @@ def enlarged(model):
     return model.eval()
 
 
+def bert_pair():
+    """An encoder and a decoder of BERT, with cross-attention, as one model."""
+    sizes = build("bert").config.to_dict() | {"is_decoder": True, "add_cross_attention": True}
+    pair = tf.EncoderDecoderModel(encoder=build("bert").bert, decoder=tf.BertLMHeadModel(tf.BertConfig(**sizes)))
+    pair.config.decoder_start_token_id, pair.config.pad_token_id = BOS, PAD
+    return pair.eval()
+
+
+def pair_inputs():
+    """Random token ids for both of its parts."""
+    return {
+        name: inputs("bert", seed=seed)["input_ids"] for seed, name in enumerate(("input_ids", "decoder_input_ids"))
+    }
+
+
 def inputs(family: str, batch: int = 3, length: int = 9, seed: int = 0, labels: bool = False):
     """Random token ids without padding or special tokens, and an attention mask of ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -138,14 +153,29 @@ def inputs(family: str, batch: int = 3, length: int = 9, seed: int = 0, labels: 
     return batch_
 
 
-def tokenizer(words=(), **tokens):
-    """One id for each word, "w0" to "w36" unless others are given; the first four stand for padding, start, end and unknown."""
+WORDS = tuple(f"w{number}" for number in range(VOCAB))
+
+
+def tokenizer(words=WORDS, **tokens):
+    """One id for each word; the first four stand for padding, start, end and unknown."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = words or [f"w{number}" for number in range(VOCAB)]
     tokens = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words, strict=False)) | tokens
     raw = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=tokens["unk_token"])
     )
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return tf.PreTrainedTokenizerFast(tokenizer_object=raw, **tokens)
+
+
+def texts(count, length):
+    """Random words of `tokenizer`, none of them special."""
+    chosen = torch.randint(4, VOCAB, (count, length), generator=torch.Generator().manual_seed(1))
+    return [" ".join(WORDS[number] for number in row) for row in chosen.tolist()]
+
+
+def save(model, folder, words=WORDS):
+    """Write a model beside its tokenizer; returns the folder."""
+    model.save_pretrained(folder)
+    tokenizer(words).save_pretrained(folder)
+    return folder

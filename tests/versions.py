@@ -3,7 +3,7 @@
 python tests/versions.py                            # all pairs, in throw-away environments
 python tests/versions.py --folder /tmp/environments # which are kept and used again
 python tests/versions.py --only 5.18.0,2.13.0       # one pair: Transformers, PyTorch
-python tests/tables.py                              # then: the table in docs/compatibility.md
+python -m recipes.lab page                          # then: the table in docs/compatibility.md
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from common.results import NOT_IN_COMMAND, Results, command
+from common.row_file import NOT_IN_COMMAND, Results, command
 from common.settings import RunSettings
 
 

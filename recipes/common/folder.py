@@ -14,7 +14,7 @@ from accelerate import PartialState
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
 
-from common.results import Results
+from common.row_file import Results
 from common.settings import RunSettings
 
 #: Settings that may differ when a run is resumed: they change nothing in what is computed.

@@ -9,7 +9,7 @@ from scipy.spatial.distance import jensenshannon
 from sklearn.metrics import f1_score
 from torch import Tensor
 
-from common.results import Results, origin
+from common.row_file import Results, origin
 from hf_entmax.losses.multilabel import multilabel_predict
 
 KEY = ("study", "dataset", "setting", "method", "seed", "empty_rows", "test_rows")

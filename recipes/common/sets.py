@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
 from common.batches import collated, evenly
-from common.results import NOT_IN_COMMAND, Results, columns, origin
+from common.results import columns
+from common.row_file import NOT_IN_COMMAND, Results, origin
 from common.settings import RunSettings
 from hf_entmax.generation import EntmaxLogitsProcessor, enumerate_hypotheses
 from hf_entmax.ops import conformal_temperature, support_at, support_temperature

@@ -30,8 +30,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingA
 from transformers.trainer_callback import ExportableState
 
 from common.folder import write
-from common.settings import RunSettings
-from hf_entmax import entmax_config, is_patched
+from common.settings import RunSettings, attention_and_output
 from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.labels import shifts_labels
 from hf_entmax.training import AlphaLoggingCallback, SmoothedEntmaxLoss, alpha_parameter_groups
@@ -159,7 +158,7 @@ class RecipeTrainer(Seq2SeqTrainer):
         super().__init__(model, callbacks=callbacks, **{**usual, **trainer})
         # The Trainer knows it from the model's ``loss_type``, which GPT-2 has none of: a step has a label less in each row.
         self._loss_shifts_labels = shifts_labels(model)
-        learned = is_patched(model) and entmax_config(model).alpha == "learned"
+        learned = attention_and_output(model)["attention"] == "learned"
         if learned and not self.is_fsdp_enabled:  # a step would have to wait for all weights
             self.add_callback(AlphaLoggingCallback(statistics=False))
         set_seed(settings.seed, device_specific=True)  # dropout differs by process

@@ -128,9 +128,9 @@ class Greedy:
         self.token = self.model(self.token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
 
 
-def bandwidth() -> float:
-    """GiB per second that all threads together read from memory: the median of sums over 512 MiB."""
-    data = torch.ones(2**27)
+def bandwidth(mib: int = 512) -> float:
+    """GiB per second that all threads together read from memory: the median of sums over so much of it."""
+    data = torch.ones(mib * 2**18)
     milliseconds = interleaved_times({"sum": data.sum}, 7, warm=0)["sum"]
     return 1000 * data.nbytes / 2**30 / statistics.median(milliseconds)
 

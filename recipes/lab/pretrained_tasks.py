@@ -15,7 +15,6 @@ Rows that the file has are not made again.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from hf_entmax.analysis.reading.conllu import read_conllu
 from hf_entmax.analysis.reading.tables import find, read_lists, read_rows, read_text
 
+from ..common.sentences import embed, spearman
 from .rows import RowFile, made_by, pick
-from .texts import embed, encode
+from .texts import encode
 
 FIELDS = "model reference task measure units before after difference low high command hardware versions"
 CLOZE = Path(__file__).parents[1] / "data" / "cloze.tsv"
@@ -146,12 +146,6 @@ def encoder_tasks(args: argparse.Namespace, tokenizer: Any) -> Iterator[Task]:
         return [torch.tensor([[float(value)]]) for value in correct]
 
     yield "genre", genre, mean
-
-
-def spearman(values: Tensor) -> float:
-    """Rank correlation of ``[2, n]``; NaN where a value is."""
-    ranks = values.argsort(-1).argsort(-1).double()
-    return math.nan if values.isnan().any() else float(torch.corrcoef(ranks)[0, 1])
 
 
 def interval(before: Units, after: Units, figure: Figure, samples: int = 1000) -> tuple[float, float]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-import os
-import platform
 import re
-import shlex
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+from ..common.row_file import Results, command, hardware, versions
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -50,60 +45,17 @@ class Rows:
             return pick(csv.DictReader(lines), **wanted)
 
 
-class RowFile:
-    """A CSV file that grows by a row for each measurement, on disk at once.
-
-    Args:
-        path: the file; it is made with its folders when the first row comes.
-        fields: its columns, between blanks.
-
-    Raises:
-        ValueError: if the file has other columns.
-    """
+class RowFile(Results):
+    """`Results` whose columns are given between blanks."""
 
     def __init__(self, path: Path, fields: str) -> None:
-        self.path, self.fields = path, fields.split()
-        self.rows: list[Row] = []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as lines:
-                reader = csv.DictReader(lines)
-                if reader.fieldnames != self.fields:
-                    raise ValueError(
-                        f"{path} has the columns {reader.fieldnames}, not {self.fields}: use another file."
-                    )
-                self.rows = list(reader)
-
-    def add(self, **values: object) -> None:
-        """Append one row."""
-        row = {name: str(values.pop(name, "")) for name in self.fields}
-        if values:
-            raise ValueError(f"{self.path}: no columns for {sorted(values)}.")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="", encoding="utf-8") as lines:
-            writer = csv.DictWriter(lines, self.fields, lineterminator="\n")
-            if not lines.seek(0, os.SEEK_END):
-                writer.writeheader()
-            writer.writerow(row)
-        self.rows.append(row)
+        super().__init__(path, fields.split())
 
 
 def made_by(module: str, *places: str) -> dict[str, str]:
     """The columns that say how a row was made: the command (but for options that name places), the machine, the versions."""
-    # Here, so that tables can be read where the package must not be imported: what loads without it is one of the things checked.
-    import hf_entmax
-    from hf_entmax.bench.timing import device_name
-
-    words, kept = sys.argv[1:], []
-    for word, before in zip(words, ["", *words], strict=False):
-        if word.partition("=")[0] not in places and before not in places:
-            kept.append(word)
-    packages = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
-    names = [device_name("cpu"), *([device_name("cuda")] if torch.cuda.is_available() else [])]
-    return {
-        "command": shlex.join(["python", "-m", f"recipes.lab.{module}", *kept]),
-        "hardware": f"{' + '.join(names)}, {torch.get_num_threads()} thread(s)",
-        "versions": ", ".join([f"hf_entmax {hf_entmax.__version__}", *packages, f"python {platform.python_version()}"]),
-    }
+    called = command(places, module=f"recipes.lab.{module}")
+    return {"command": called, "hardware": hardware(), "versions": versions()}
 
 
 def pick(rows: Iterable[Row], /, **wanted: object) -> list[Row]:

@@ -17,8 +17,9 @@ from hf_entmax.integration.scaled_query import KEPT_INPUT
 from hf_entmax.training import alpha_parameter_groups
 
 KINDS = ("constant", "log", "adaptive")
-FAMILIES = list(tiny.FAMILIES)
-assert len(FAMILIES) >= 12
+assert len(tiny.FAMILIES) >= 12
+#: An encoder, a decoder and both among the quick tests, all families among the slow ones.
+FAMILIES = [f if f in ("bert", "llama", "t5") else pytest.param(f, marks=pytest.mark.slow) for f in tiny.FAMILIES]
 
 
 def scaled(family, kind, seed=0, **options):
@@ -160,9 +161,13 @@ def test_the_adaptive_factor_by_hand_and_for_chosen_heads():
     torch.testing.assert_close(logits(model, batch), logits(plain, batch), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"alpha": "learned", "tie": "site"}, {"alpha": "learned", "alpha_dtype": "auto"}]
+    "kind, options",
+    [
+        *((kind, {}) for kind in KINDS),
+        ("adaptive", {"alpha": "learned", "tie": "site"}),
+        ("log", {"alpha": "learned", "alpha_dtype": "auto"}),
+    ],
 )
 def test_saved_and_loaded(kind, options, tmp_path):
     model = scaled("bart", kind, length_scaling_heads=[0, 2], **options)

@@ -38,13 +38,8 @@ def test_the_attribute_of_the_configuration(family, implementation):
 
 
 def test_the_attribute_of_a_part_of_the_configuration():
-    decoder = tf.BertLMHeadModel(
-        tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True})
-    )
-    pair = tf.EncoderDecoderModel(encoder=tiny.build("bert").bert, decoder=decoder).eval()
+    pair, batch = tiny.bert_pair(), tiny.pair_inputs()
     patch_model(pair)
-    ids = tiny.inputs("bert")["input_ids"]
-    batch = {"input_ids": ids, "decoder_input_ids": ids}
     pair(**batch)
     pair.encoder.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match="'sdpa' would silently"):
@@ -114,10 +109,7 @@ json.dump(outcome, open(sys.argv[1], "w"))
 
 def _encoder_of_two(path):
     """A composite model of which only the encoder is patched."""
-    decoder = tf.BertLMHeadModel(
-        tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True})
-    )
-    pair = tf.EncoderDecoderModel(encoder=tiny.build("bert").bert, decoder=decoder)
+    pair = tiny.bert_pair()
     patch_model(pair.encoder)
     pair.save_pretrained(path)
 

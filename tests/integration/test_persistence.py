@@ -186,32 +186,19 @@ def test_only_a_submodel_patched(tmp_path):
     pair.save_pretrained(tmp_path)
     again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
     assert is_patched(again.encoder) and not is_patched(again.decoder)
-    batch = {
-        "input_ids": tiny.inputs("bert")["input_ids"],
-        "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"],
-    }
+    batch = tiny.pair_inputs()
     with torch.no_grad():
         assert torch.allclose(again.eval()(**batch).logits, pair.eval()(**batch).logits, atol=1e-6)
 
 
 def test_composite_models_patch_as_one(tmp_path):
-    decoder = tf.BertLMHeadModel(
-        tf.BertConfig(**{**tiny.build("bert").config.to_dict(), "is_decoder": True, "add_cross_attention": True})
-    )
-    pair = tf.EncoderDecoderModel(encoder=tiny.build("bert").bert, decoder=decoder)
-    pair.config.decoder_start_token_id, pair.config.pad_token_id = tiny.BOS, tiny.PAD
+    pair = tiny.bert_pair()
     patch_model(pair, alpha_init=1.6)
-    assert {k: tuple(v.shape) for k, v in alphas(pair).items()} == {
-        "encoder_self": (2, 4),
-        "decoder_self": (2, 4),
-        "cross": (2, 4),
-    }
+    sites = ("encoder_self", "decoder_self", "cross")
+    assert {k: tuple(v.shape) for k, v in alphas(pair).items()} == dict.fromkeys(sites, (2, 4))
     pair.save_pretrained(tmp_path)
     again = tf.EncoderDecoderModel.from_pretrained(tmp_path)
-    batch = {
-        "input_ids": tiny.inputs("bert")["input_ids"],
-        "decoder_input_ids": tiny.inputs("bert", seed=1)["input_ids"],
-    }
+    batch = tiny.pair_inputs()
     with torch.no_grad():
         assert torch.equal(again.eval()(**batch).logits, pair.eval()(**batch).logits)
 

@@ -22,13 +22,20 @@ def masked_softmax(scores, mask):
     return scores.masked_fill(~mask, -torch.inf).softmax(-1)
 
 
-@pytest.fixture(autouse=True)
-def _registered():
+@pytest.fixture(scope="module")
+def mappings():
+    """Those that there are, and ours: its checks are made once."""
     before = dict(C.ATTENTION_MAPPINGS)
     hf_entmax.register_mapping("squared_relu", squared_relu, [SHIFT])
-    yield
+    yield dict(C.ATTENTION_MAPPINGS)
     C.ATTENTION_MAPPINGS.clear()
     C.ATTENTION_MAPPINGS.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _registered(mappings):
+    C.ATTENTION_MAPPINGS.clear()
+    C.ATTENTION_MAPPINGS.update(mappings)
 
 
 def test_a_model_uses_learns_saves_and_loads_it(tmp_path):
@@ -143,6 +150,7 @@ def test_names_and_types():
     assert C.attention_mapping("squared_relu").settings({"shift": "learned"})["shift"].bounds == (0.1, 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparsegen_lin", "sparsegen_exp", "sparsegen_sq", "sparsehourglass", "softmax"])
 def test_ours_pass_the_same_checks(name):
     spec = C.ATTENTION_MAPPINGS[name]

@@ -104,6 +104,20 @@ def test_any_normalizer():
     torch.testing.assert_close(out[1, 3, 0], inputs["value"][1, 1, :3].mean(0))
 
 
+def test_masked_keys_get_nothing_whatever_the_scores_are():
+    # A mask of -10000, and a maximum that starts at -1000, both fail here.
+    query, key = torch.full((1, 1, 2, 4), -300.0), torch.full((1, 1, 3, 4), 300.0)
+    key[:, :, 2] = 1.0
+    value = torch.eye(3)[None, None]
+    real = torch.tensor([[True, True, False]])
+    for alpha in (1.0, 1.5, 2.0):
+        out, weights = entmax_attention(
+            query, key, value, alpha, key_padding_mask=real, need_weights=True, backend="torch"
+        )
+        torch.testing.assert_close(weights[0, 0], torch.tensor([[0.5, 0.5, 0.0]] * 2))
+        torch.testing.assert_close(out[0, 0], weights[0, 0])
+
+
 BAD = [
     (TypeError, "query must be", {"query": torch.ones(B, H, T_Q, D, dtype=torch.long)}),
     (ValueError, "query has shape", {"query": torch.ones(B, T_Q, D)}),

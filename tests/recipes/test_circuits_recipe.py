@@ -1,9 +1,9 @@
 """Rows of the recipe for circuits, on a tiny model whose tokenizer knows the words of a task."""
 
-import csv
 import sys
 
 import pytest
+import runs
 import tiny_models as tiny
 
 import circuits
@@ -18,13 +18,22 @@ def test_a_row_for_each_sample_none_twice_and_a_figure(tmp_path, monkeypatch):
         "<s>",
         "</s>",
         "<unk>",
-        *["So", "is", "a", "really", "great", "friend", "isn", "t", ",", "'", "she", "he"],
-        *tasks.WOMEN,
-        *tasks.MEN,
+        "So",
+        "is",
+        "a",
+        "really",
+        "great",
+        "friend",
+        "isn",
+        "t",
+        ",",
+        "'",
+        "she",
+        "he",
     ]
+    words += [*tasks.WOMEN, *tasks.MEN]
     model = tiny.tf.LlamaForCausalLM(tiny.tf.LlamaConfig(**{**tiny._LLAMA, "vocab_size": len(words)}))
-    tiny.enlarged(model).save_pretrained(tmp_path / "model")
-    tiny.tokenizer(words).save_pretrained(tmp_path / "model")
+    tiny.save(tiny.enlarged(model), tmp_path / "model", words)
 
     def run(*more):
         given = [
@@ -32,18 +41,12 @@ def test_a_row_for_each_sample_none_twice_and_a_figure(tmp_path, monkeypatch):
             tmp_path / "model",
             "--out",
             tmp_path,
-            "--tasks",
-            "pronouns",
-            "--wordings",
-            0,
-            "--prompts",
-            3,
+            *["--tasks", "pronouns", "--wordings", "0", "--prompts", "3"],
             *more,
         ]
         monkeypatch.setattr(sys, "argv", ["recipes/circuits.py", *map(str, given)])
         circuits.main()
-        with (tmp_path / "circuits.csv").open(newline="", encoding="utf-8") as lines:
-            return list(csv.DictReader(lines))
+        return runs.rows(tmp_path / "circuits.csv")
 
     assert len(run("--seeds", 0)) == 1
     rows = run("--seeds", 0, 1)

@@ -1,13 +1,10 @@
 """The classification recipe, end to end on a few invented words."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
+import runs
 import torch
-from accelerate.state import AcceleratorState
-from transformers import AutoConfig
 
 import classification
 from common import classes
@@ -15,13 +12,6 @@ from common.settings import parse
 
 STEMS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal", "hem", "bis"]
 ENDINGS = {"upper": "xyx", "lower": "wqww", "middle": "jcj"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -52,37 +42,6 @@ def settings(data, out, **changes):
     return classification.Settings(out=str(out), **{**small, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"output_alpha": 1.5},
-        {"attention": "1.5", "vocabulary": 60},
-        {"attention": "learned", "output_alpha": 1.5, "mixed_precision": "bf16"},
-        {"attention": "sparsegen_lin", "mapping_options": "{lam: 0.5}"},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())) or "softmax",
-)
-def test_every_setting_is_one_option(data, tmp_path, changes):
-    classification.main(settings(data, tmp_path / "run", smoke=True, **changes))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["steps"], result["classes"], result["test_texts"]) == (2, 3, 7)
-    assert result["seen"] == pytest.approx(100 / 7, abs=0.01)
-    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    labels = AutoConfig.from_pretrained(tmp_path / "run" / "model").id2label
-    assert labels == {0: "lower", 1: "middle", 2: "upper"}
-    if not changes:
-        assert "entmax_config" not in stored
-        assert (result["possible_labels"], result["certain"], result["density_encoder_self"]) == (3, 0, 1)
-    else:
-        assert stored["entmax_config"]["output_alpha"] == changes.get("output_alpha")
-        assert (
-            str(stored["entmax_config"]["alpha"])
-            == {"1.5": "1.5", "learned": "learned"}.get(changes.get("attention"), "1.0")
-            or "mapping_options" in changes
-        )
-
-
 @pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     results = str(tmp_path / "rows.csv")
@@ -91,8 +50,7 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     model = str(tmp_path / "run" / "model")
     options = {"model": model, "attention": "learned", "alpha_init": "1.2", "output_alpha": 1.5, "lr": 0.01}
     classification.main(settings(data, tmp_path / "tuned", **same | options | {"epochs": 5}))
-    with open(results, newline="", encoding="utf-8") as lines:
-        dense, sparse = csv.DictReader(lines)
+    dense, sparse = runs.rows(results)
     for row in (dense, sparse):
         assert row["accuracy"] == row["macro_f1"] == "100.0"
         assert (row["seen"], row["unseen_accuracy"]) == ("100.0", "")
@@ -106,6 +64,11 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
 
 def test_long_texts_need_a_model_that_sees_them(data, tmp_path):
     classification.main(settings(data, tmp_path / "run", smoke=True, max_tokens=16))
+    found = runs.result(tmp_path / "run")
+    assert (found["classes"], found["test_texts"], found["certain"]) == (3, 7, 0)
+    assert found["seen"] == pytest.approx(100 / 7, abs=0.01)
+    labels = runs.config(tmp_path / "run")["id2label"]
+    assert list(labels.values()) == ["lower", "middle", "upper"]
     with pytest.raises(ValueError, match="max_tokens=128 is not allowed: it must be at most 16"):
         classification.main(settings(data, tmp_path / "on", model=str(tmp_path / "run" / "model")))
 
@@ -188,7 +151,7 @@ def test_settings_are_checked(option, message, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output_alpha", [1.0, 1.5])
-def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha):
+def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha, forget_processes):
     if output_alpha == 1.0:
         pytest.importorskip("mapie", reason="conformal sets of a softmax come from MAPIE")
     many = Path(data).read_text().splitlines()
@@ -199,11 +162,11 @@ def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_a
     results = tmp_path / "sets.csv"
     classification.main(settings(data, tmp_path / "run", output_alpha=output_alpha))
     before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_processes()
     changes = {"coverage": [80.0, 90.0], "results": str(results), "output_alpha": output_alpha, "resume": True}
     classification.main(settings(data, tmp_path / "run", **changes))
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == before
-    rows = list(csv.DictReader(results.open(newline="")))
+    rows = runs.rows(results)
     names = ["entmax 1.5", "entmax, alpha chosen", *(["APS", "RAPS"] if output_alpha == 1.0 else [])]
     assert [(row["method"], row["coverage_wanted"]) for row in rows] == [
         (n, c) for c in ("80.0", "90.0") for n in names

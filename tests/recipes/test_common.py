@@ -13,9 +13,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from common import results
 from common.batches import evenly
 from common.results import name_of, strict_json
+from common.row_file import Results, command
 from common.settings import RunSettings, option, parse
 from hf_entmax.analysis.reading import tables as data
 
@@ -290,11 +290,11 @@ class TestResults:
 
     def test_rows_are_on_disk_at_once_and_found_again(self, tmp_path):
         path = tmp_path / "new" / "r.csv"
-        book = results.Results(path, ("a", "b"))
+        book = Results(path, ("a", "b"))
         book.add(a=1)
         book.add(a=2, b='x, "y"')
         assert path.read_bytes() == b'a,b\n1,\n2,"x, ""y"""\n'
-        again = results.Results(path, ("a", "b"))
+        again = Results(path, ("a", "b"))
         assert again.has(a=2) and not again.has(a=1, b=2)
 
     def test_runs_that_finish_together_write_one_header(self, tmp_path):
@@ -303,7 +303,7 @@ class TestResults:
         start = several.Barrier(3)
 
         def run(name):
-            book = results.Results(path, ("a",))
+            book = Results(path, ("a",))
             start.wait(60)
             for _ in range(50):
                 book.add(a=name)
@@ -320,24 +320,24 @@ class TestResults:
         (tmp_path / "file").write_text("x")
         for path in (tmp_path / "file" / "r.csv", tmp_path):
             with pytest.raises(ValueError, match="cannot be written, because of"):
-                results.Results(path, ("a",))
+                Results(path, ("a",))
         (tmp_path / "empty.csv").touch()
-        results.Results(tmp_path / "empty.csv", ("a",)).add(a=1)
+        Results(tmp_path / "empty.csv", ("a",)).add(a=1)
         assert (tmp_path / "empty.csv").read_text() == "a\n1\n"
 
     def test_other_columns_are_an_error(self, tmp_path):
         path = tmp_path / "r.csv"
         path.write_text("a,c\n")
         with pytest.raises(ValueError, match=r"r\.csv has the columns \['a', 'c'\], not \['a', 'b'\]"):
-            results.Results(path, ("a", "b"))
+            Results(path, ("a", "b"))
         with pytest.raises(ValueError, match=r"no columns for \['d'\]"):
-            results.Results(tmp_path / "s.csv", ("a",)).add(d=1)
+            Results(tmp_path / "s.csv", ("a",)).add(d=1)
         assert not (tmp_path / "s.csv").exists()
 
     def test_the_command_leaves_places_out(self, monkeypatch):
         def called(*words):
             monkeypatch.setattr(sys, "argv", ["/somewhere/recipes/x.py", *words])
-            return results.command(("--out", "--resume", "--report_to"), ("--report_to",))
+            return command(("--out", "--resume", "--report_to"), ("--report_to",))
 
         plain = "python recipes/x.py --lr 1 --names a b"
         assert called("--lr", "1", "--names", "a", "b") == plain

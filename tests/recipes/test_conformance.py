@@ -1,6 +1,5 @@
 """What every training recipe promises: two steps to try it, exact resume after a kill, its folder, its card, its row."""
 
-import csv
 import dataclasses
 import importlib
 import json
@@ -8,12 +7,15 @@ from pathlib import Path
 
 import fresh
 import pytest
+import runs
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from common.settings import parse
 from common.trainer import last_checkpoint
+from hf_entmax import alphas
+from hf_entmax.analysis.reading.trajectory import read_trajectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LEMMAS = ("lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal")
@@ -27,7 +29,7 @@ def write(path, lines):
 
 
 def three(path, options):
-    return path, [*(word for split in ("train", "dev", "test") for word in (f"--{split}", str(path))), *options.split()]
+    return path, [*runs.three(path), *options.split()]
 
 
 def words(folder):
@@ -68,13 +70,6 @@ DATA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def settings_of(recipe, options):
     return parse(importlib.import_module(recipe).Settings, "", options)
 
@@ -83,15 +78,9 @@ def start(recipe, options, **changes):
     importlib.import_module(recipe).main(dataclasses.replace(settings_of(recipe, options), **changes))
 
 
-def load(folder):
-    return json.loads((folder / "result.json").read_text()), json.loads((folder / "trainer_state.json").read_text())
-
-
 def seconds(folder):
     """Of all training steps."""
-    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["Pace"]["attributes"][
-        "seconds"
-    ]
+    return runs.read(folder / "trainer_state.json")["stateful_callbacks"]["Pace"]["attributes"]["seconds"]
 
 
 # Each recipe in a fork of one process, killed with SIGKILL in its fourth step, in the middle of the second epoch.
@@ -153,32 +142,94 @@ def test_a_killed_run_goes_on_exactly(recipe, killed, tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     moments = [torch.load(last_checkpoint(run) / "optimizer.pt")["state"] for run in (tmp_path / "whole", folder)]
     assert moments[0] and all(torch.equal(moments[0][key]["exp_avg"], moments[1][key]["exp_avg"]) for key in moments[0])
-    results, states = zip(load(tmp_path / "whole"), load(folder), strict=True)
+    whole, result = runs.result(tmp_path / "whole"), runs.result(folder)
     varies = ("train_seconds", "tokens_per_second")
-    assert all(results[0][name] == results[1][name] for name in results[0] if name not in varies)
-    losses = [[(line["step"], line["loss"]) for line in state["log_history"] if "loss" in line] for state in states]
+    assert all(whole[name] == result[name] for name in whole if name not in varies)
+    losses = [
+        [(line["step"], line["loss"]) for line in runs.history(run) if "loss" in line]
+        for run in (tmp_path / "whole", folder)
+    ]
     assert losses[0] == losses[1] and [step for step, _ in losses[0]] == list(range(1, len(losses[0]) + 1))
     assert seconds(folder) > before > 0  # also those before it was killed
     # A finished run only tests again, and its row is there once.
     start(recipe, options, resume=True, results=rows)
-    with open(rows, newline="") as lines:
-        (row,) = csv.DictReader(lines)
+    (row,) = runs.rows(rows)
     assert tuple(row) == importlib.import_module(recipe).FIELDS
-    again, state = load(folder)
-    assert state["global_step"] == int(row["steps"]) == again["steps"] and again["command"] == row["command"]
+    again, steps = runs.result(folder), runs.read(folder / "trainer_state.json")["global_step"]
+    assert steps == int(row["steps"]) == again["steps"] and again["command"] == row["command"]
     card = (folder / "model" / "README.md").read_text()
     assert card.count("## Results") == 1 and f"recipes/{recipe}.py" in card and "| best_step |" in card
 
 
+SETTINGS = {
+    "softmax": {},
+    "a sparse output": {"output_alpha": 1.5},
+    "a fixed alpha": {"attention": "1.5"},
+    "learned alphas": {"attention": "learned", "output_alpha": 1.5},
+    "a mapping": {"attention": "sparsegen_lin", "mapping_options": "{lam: 0.5}"},
+}
+#: Of models from scratch, where they can be chosen; a setting takes one after the other.
+ARCHITECTURES = {
+    "translation": ("t5", "marian", "bart"),
+    "summarization": ("bart", "marian", "t5"),
+    "language_modeling": ("gpt2", "gpt2", "llama"),
+}
+MORE = {
+    ("classification", "learned alphas"): {"mixed_precision": "bf16"},
+    ("classification", "a fixed alpha"): {"vocabulary": 60},
+    ("language_modeling", "softmax"): {"prompt": 2, "samples": 1},
+    ("language_modeling", "a fixed alpha"): {"dropout": 0.0},  # llama has none
+}
+#: The column that says how many symbols may follow, or how many classes are possible.
+POSSIBLE = {
+    "translation": "output_support",
+    "inflection": "output_support",
+    "language_modeling": "support_size",
+    "classification": "possible_labels",
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("recipe", DATA)
-def test_two_steps_try_everything(recipe, tmp_path):
-    options = [*DATA[recipe](tmp_path)[1], *SMALL.split(), "--smoke", "--out", str(tmp_path / "run")]
-    start(recipe, options, results=str(tmp_path / "rows.csv"))
-    result, state = load(tmp_path / "run")
-    assert result["steps"] == 2 and state["log_history"] and result["attention"] == "softmax"
+def test_every_setting_is_one_option_and_two_steps_try_it(recipe, kind, tmp_path):
+    run = tmp_path / "run"
+    options = [*DATA[recipe](tmp_path)[1], *SMALL.split(), "--smoke", "--out", str(run)]
+    changes = SETTINGS[kind] | MORE.get((recipe, kind), {})
+    if recipe in ARCHITECTURES:
+        names = ARCHITECTURES[recipe]
+        changes["architecture"] = names[list(SETTINGS).index(kind) % len(names)]
+    start(recipe, options, results=str(tmp_path / "rows.csv"), **changes)
     assert not (tmp_path / "rows.csv").exists()  # two steps are no result
-    assert "A softmax baseline" in (tmp_path / "run" / "model" / "README.md").read_text()
-    # Before anything is written: the folder, the model, the row of results.
+    attention, output = changes.get("attention", "softmax"), changes.get("output_alpha", 1.0)
+    result, stored = runs.result(run), runs.config(run)
+    assert (result["attention"], result["output_alpha"], result["steps"]) == (attention, output, 2)
+    assert runs.history(run) and stored["model_type"] == changes.get("architecture", stored["model_type"])
+    assert ("A softmax baseline" in (run / "model" / "README.md").read_text()) == (kind == "softmax")
+    assert ("entmax_config" in stored) == (kind != "softmax")
+    if kind != "softmax":
+        held = stored["entmax_config"]
+        assert held["output_alpha"] == changes.get("output_alpha")
+        mapped = (held["mapping"], held["mapping_options"]) == ("sparsegen_lin", {"lam": 0.5})
+        assert mapped if kind == "a mapping" else str(held["alpha"]) == {"softmax": "1.0"}.get(attention, attention)
+    densities = {name: value for name, value in result.items() if name.startswith("density")}
+    assert densities and all(0 < value <= 1 for value in densities.values())
+    assert attention != "softmax" or set(densities.values()) == {1}
+    if recipe in POSSIBLE:  # a softmax leaves something to everything
+        every = len(stored["id2label"]) if recipe == "classification" else stored["vocab_size"]
+        possible = result[POSSIBLE[recipe]]
+        assert possible == every if output == 1.0 else 1 <= possible <= every
+    log = run / "alphas.jsonl"
+    assert log.exists() == (attention == "learned")
+    if attention == "learned":
+        trajectory, last = read_trajectory(log), alphas(AutoModel.from_pretrained(run / "model"))
+        assert trajectory.steps == [1, 2] and {values.shape for values in trajectory.alpha.values()} == {(2, 1, 2)}
+        if result["best_step"] == 2:
+            assert all(values[-1].allclose(last[site].double(), atol=1e-5) for site, values in trajectory.alpha.items())
+
+
+@pytest.mark.parametrize("recipe", DATA)
+def test_what_would_fail_later_is_said_before_anything_is_written(recipe, tmp_path):
+    options = [*DATA[recipe](tmp_path)[1], *SMALL.split(), "--smoke", "--out", str(tmp_path / "run")]
     (tmp_path / "bad.csv").write_text("a,b\n")
     for changes, message in [
         ({"out": ""}, "--out is missing"),
@@ -189,9 +240,9 @@ def test_two_steps_try_everything(recipe, tmp_path):
         if "model" in changes and recipe == "inflection":
             continue
         with pytest.raises(ValueError, match=message):
-            start(recipe, options, **{"out": str(tmp_path / "other"), **changes})
-    assert not (tmp_path / "other").exists()
+            start(recipe, options, **changes)
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"alpha_lr=0\.1 would have no effect"):
-        start(recipe, options, out=str(tmp_path / "other"), alpha_lr=0.1)
+        start(recipe, options, alpha_lr=0.1)
     with pytest.raises(SystemExit):
         settings_of(recipe, [*options, "--epoch", "3"])

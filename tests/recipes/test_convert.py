@@ -1,8 +1,6 @@
 """Conversions of softmax models: both kinds of models, every term of the loss, exact resume."""
 
-import csv
 import dataclasses
-import json
 import shlex
 import signal
 import sys
@@ -10,8 +8,9 @@ from pathlib import Path
 
 import fresh
 import pytest
+import runs
 import torch
-from accelerate.state import AcceleratorState
+from runs import config, result, rows
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 import convert
@@ -28,13 +27,6 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
 VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +68,9 @@ def settings(place, out, kind="lm", **changes):
     return convert.Settings(model=str(place / kind / "model"), out=str(out), **{**small, **data, **changes})
 
 
-def result(folder):
-    return json.loads((Path(folder) / "result.json").read_text())
-
-
 def log(folder):
     """The losses and evaluations of a run."""
-    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-    return [line for line in history if "loss" in line or "eval_density" in line]
-
-
-def rows(path):
-    with open(path, newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
+    return [line for line in runs.history(folder) if "loss" in line or "eval_density" in line]
 
 
 EVERYTHING = {"distill_logits": 0.5, "distill_attention": 0.5, "density_target": 0.2, "temperature": 2.0}
@@ -127,7 +109,7 @@ def test_every_setting_is_one_option(place, tmp_path, kind, changes):
         learned = changes["attention"] == "learned"
         end = 1.0 if learned and "schedule" not in changes else end
         assert float(points[-1]["alpha_mean"]) == pytest.approx(end, abs=0.1 if learned else 1e-6)
-        stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["entmax_config"]
+        stored = config(tmp_path / "run")["entmax_config"]
         assert stored["alpha"] == ("learned" if learned else 1.5)
     assert not (tmp_path / "r.csv").exists()  # a smoke test is no result
     if kind == "mt":  # what was made of the test set is kept, before and after
@@ -291,7 +273,7 @@ def test_half_precision_checkpoints_are_converted_in_full_precision(place, tmp_p
     AutoTokenizer.from_pretrained(place / kind / "model").save_pretrained(folder)
     assert auto.from_pretrained(folder).dtype == torch.bfloat16
     convert.main(dataclasses.replace(settings(place, tmp_path / "run", kind, smoke=True), model=str(folder)))
-    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float32"
+    assert config(tmp_path / "run")["dtype"] == "float32"
     assert result(tmp_path / "run")["model"] == "half"
 
 
@@ -312,7 +294,7 @@ def test_what_a_model_is_called(tmp_path, monkeypatch):
     assert model_name(".") == row["model"]
 
 
-def test_every_conversion_has_its_curve_beside_the_results(place, tmp_path, monkeypatch):
+def test_every_conversion_has_its_curve_beside_the_results(place, tmp_path, monkeypatch, forget_processes):
     monkeypatch.setattr(sys, "argv", ["convert.py", "--model", "m", "--attention", "1.5"])
     book, curve = tmp_path / "r.csv", tmp_path / "r_curve.csv"
     first = settings(place, tmp_path / "first", attention="1.5", evaluate_every=8, results=str(book))
@@ -321,7 +303,7 @@ def test_every_conversion_has_its_curve_beside_the_results(place, tmp_path, monk
     second = dataclasses.replace(first, out=str(tmp_path / "second"))
     counts = []
     for given in (first, again, second):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_processes()
         convert.main(given)
         counts.append((len(rows(book)), len(rows(curve))))
     points = rows(tmp_path / "first" / "curve.csv")
@@ -360,11 +342,11 @@ convert.main(convert.parse(convert.Settings, convert.__doc__))
 """
 
 
-def kill_and_resume(whole, folder):
+def kill_and_resume(whole, folder, forget_processes):
     """Run a conversion in ``whole.out``, and once more in another folder, killed after step 11 and resumed."""
     torch.set_num_threads(1)
     convert.main(whole)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_processes()
     killed = dataclasses.replace(whole, out=str(folder))
     given = {name: value for name, value in dataclasses.asdict(killed).items() if value not in (None, "", [])}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -378,9 +360,9 @@ def kill_and_resume(whole, folder):
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
+def test_a_killed_conversion_goes_on_exactly(place, tmp_path, forget_processes):
     given = {**EVERYTHING, "over": 0.4, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5, "log_steps": 1}
-    kill_and_resume(settings(place, tmp_path / "whole", **given), tmp_path / "killed")
+    kill_and_resume(settings(place, tmp_path / "whole", **given), tmp_path / "killed", forget_processes)
     assert any(line.get("eval_pressure", 0) > 0 for line in log(tmp_path / "whole"))
 
 

@@ -1,6 +1,5 @@
 """Conversions of sentence encoders: tiny ones over pairs made for the purpose."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -9,8 +8,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
-from accelerate.state import AcceleratorState
-from test_calibrate import _folder, _texts
+from runs import rows
 from test_convert import RECIPES, kill_and_resume
 
 import convert
@@ -20,28 +18,21 @@ from common.settings import parse
 from hf_entmax import alphas, is_patched
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Texts and their first halves, and a small encoder that was never trained, whose attention is not flat."""
     folder = tmp_path_factory.mktemp("sentences")
     for split, count in (("train", 32), ("dev", 9), ("test", 9)):
         with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for text in _texts(count, 8):
+            for text in tiny.texts(count, 8):
                 file.write(json.dumps({"text": text.split(), "partner": [text[: len(text) // 2], "w1"]}) + "\n")
     torch.manual_seed(0)
     model = tf.BertModel(tiny.build("bert").config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
-    _folder(folder / "encoder", model)
-    _folder(folder / "causal", tiny.build("llama"))
+    tiny.save(model, folder / "encoder")
+    tiny.save(tiny.build("llama"), folder / "causal")
     return folder
 
 
@@ -50,11 +41,6 @@ def settings(place, out, **changes):
     given |= {"source": "text", "target": "partner", "model": str(place / "encoder"), "batch_size": 8, "epochs": 1}
     given |= {"lr": 0.003, "warmup": 4, "max_tokens": 16, "out": str(out), "dropout": False}
     return convert.Settings(**given | changes)
-
-
-def rows(path):
-    with open(path, newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
 
 
 BUDGET = {"schedule": "abrupt", "release": 1.3, "task_weight": 0.0, "distill_logits": 1.0, "alpha_lr": 0.1}
@@ -103,12 +89,12 @@ def test_a_row_says_what_became_of_the_embeddings(place, tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_the_budget_is_on_the_distance_that_is_trained(place, tmp_path):
+def test_the_budget_is_on_the_distance_that_is_trained(place, tmp_path, forget_processes):
     """Alphas that start far too high come back where the embeddings may hardly move, and go on where they may."""
     options = {**BUDGET, "release": 1.9, "loss_rate": 2.0, "freeze_weights": True, "epochs": 4, "alpha_lr": 0.2}
     ends, pressures = [], []
     for budget in (0.01, 10.0):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_processes()
         convert.main(settings(place, tmp_path / str(budget), loss_budget=budget, evaluate_every=1, **options))
         points = [point for point in rows(tmp_path / str(budget) / "curve.csv") if point["stage"] == "training"]
         ends.append(points[-1])
@@ -157,7 +143,7 @@ def test_what_cannot_be_converted_is_said_before_training(place, tmp_path):
     with pytest.raises(ValueError, match=r"later tokens.*with pairs of texts \(--train, --dev, --test\)"):
         convert.main(dataclasses.replace(given, **blocks))
     pooled = tmp_path / "pooled"
-    _folder(pooled, tf.AutoModel.from_pretrained(place / "encoder"))
+    tiny.save(tf.AutoModel.from_pretrained(place / "encoder"), pooled)
     (pooled / "1_Pooling").mkdir()
     (pooled / "1_Pooling" / "config.json").write_text(
         '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}'
@@ -168,15 +154,15 @@ def test_what_cannot_be_converted_is_said_before_training(place, tmp_path):
     broken = tf.AutoModel.from_pretrained(place / "encoder")
     with torch.no_grad():
         broken.encoder.layer[0].output.dense.bias.fill_(math.nan)
-    _folder(tmp_path / "broken", broken)
+    tiny.save(broken, tmp_path / "broken")
     with pytest.raises(ValueError, match=r"spearman, pearson of dev: not a number. The model is broken"):
         convert.main(dataclasses.replace(given, model=str(tmp_path / "broken")))
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_goes_on_exactly(place, tmp_path):
+def test_a_killed_conversion_goes_on_exactly(place, tmp_path, forget_processes):
     options = {**BUDGET, "loss_budget": 0.2, "epochs": 4, "evaluate_every": 3, "checkpoint_steps": 5, "log_steps": 1}
-    kill_and_resume(settings(place, tmp_path / "whole", **options), tmp_path / "killed")
+    kill_and_resume(settings(place, tmp_path / "whole", **options), tmp_path / "killed", forget_processes)
 
 
 def test_the_configuration_is_right():

@@ -4,20 +4,12 @@ import dataclasses
 import json
 import multiprocessing
 import time
-from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
+import runs
 
 import inflection
 from common.folder import open_folder
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -63,7 +55,7 @@ def test_whose_it_is(words, tmp_path):
     open_folder(resumed, "inflection")
     with pytest.raises(ValueError, match=r"recipe was 'inflection', is now 'translation'"):
         open_folder(resumed, "translation")
-    older = json.loads((folder / "settings.json").read_text())
+    older = runs.read(folder / "settings.json")
     del older["budget"], older["ensemble"]  # as if it had been started before there were these options
     (folder / "settings.json").write_text(json.dumps(older))
     open_folder(resumed, "inflection")
@@ -104,7 +96,7 @@ def test_accumulation_changes_nothing(words, tmp_path):
     for parts in (1, 4):
         run = settings(words, tmp_path / str(parts), dropout=0.0, gradient_accumulation=parts, epochs=4, log_steps=1)
         inflection.main(run)
-        lines = json.loads((Path(run.out) / "trainer_state.json").read_text())["log_history"]
+        lines = runs.history(run.out)
         found.append([(line["loss"], line["grad_norm"]) for line in lines if "loss" in line])
     assert len(found[0]) == 4
     for one, four in zip(*found, strict=True):

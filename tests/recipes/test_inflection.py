@@ -1,23 +1,19 @@
 """The inflection recipe, end to end on a few invented words."""
 
-import csv
 import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import runs
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
 import inflection
-from common.settings import parse
 from common.words import build_tokenizer
-from hf_entmax.analysis.reading.trajectory import read_trajectory
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 LEMMAS = ["lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal"]
 ENDINGS = {"upper": {"PST": "a", "PRS": "i"}, "lower": {"PST": "ot", "PRS": "et"}}
@@ -50,37 +46,6 @@ def settings(data, out, **changes):
     return inflection.Settings(data=data, out=str(out), **{**small, **changes})
 
 
-@pytest.mark.parametrize(
-    ("attention", "output_alpha"),
-    [("softmax", 1.0), ("softmax", 1.5), ("1.5", 1.5), ("learned", 1.5), ("learned", 1.0)],
-)
-def test_every_setting_is_one_option(data, tmp_path, attention, output_alpha):
-    inflection.main(settings(data, tmp_path / "run", attention=attention, output_alpha=output_alpha, smoke=True))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["attention"], result["output_alpha"], result["steps"]) == (attention, output_alpha, 2)
-    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    if attention == "softmax" and output_alpha == 1.0:
-        assert "entmax_config" not in stored
-        assert result["exhaustive"] == 0  # a softmax output leaves something to every word
-        assert result["output_support"] == stored["vocab_size"]
-        assert result["density_cross"] == 1.0
-    else:
-        wanted = {"softmax": 1.0, "1.5": 1.5, "learned": "learned"}[attention]
-        assert stored["entmax_config"]["alpha"] == wanted
-        assert stored["entmax_config"]["output_alpha"] == (None if output_alpha == 1.0 else output_alpha)
-        assert 1 <= result["output_support"] <= stored["vocab_size"]
-        assert 0 < result["density_cross"] <= 1
-    log = tmp_path / "run" / "alphas.jsonl"
-    assert log.exists() == (attention == "learned")
-    if attention == "learned":
-        trajectory = read_trajectory(log)
-        assert trajectory.steps == [1, 2]
-        last = hf_entmax.alphas(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model"))
-        assert {site: values.shape for site, values in trajectory.alpha.items()} == dict.fromkeys(last, (2, 1, 2))
-        if result["best_step"] == 2:
-            assert all(values[-1].allclose(last[site].double(), atol=1e-5) for site, values in trajectory.alpha.items())
-
-
 @pytest.mark.slow
 def test_it_learns_and_ensembles_agree_with_their_members(data, tmp_path):
     learned = settings(data, tmp_path / "run", attention="learned", output_alpha=1.5, epochs=60, seed=1)
@@ -89,8 +54,7 @@ def test_it_learns_and_ensembles_agree_with_their_members(data, tmp_path):
     model = str(tmp_path / "run" / "model")
     # Averaging a model with itself changes nothing.
     inflection.main(settings(data, tmp_path / "both", ensemble=[model, model], results=results))
-    with open(results, newline="", encoding="utf-8") as lines:
-        alone, both = csv.DictReader(lines)
+    alone, both = runs.rows(results)
     assert float(alone["accuracy"]) >= 50  # half of the words were learned from; the others have an unknown letter
     assert both["ensemble"] == "2"
     for name in ("accuracy", "accuracy_per_language", "optimal", "exhaustive", "single"):
@@ -103,17 +67,18 @@ def test_ensembles_must_know_the_same_symbols(data, tmp_path):
     inflection.main(settings(data, tmp_path / "c", smoke=True, languages=["upper"]))
     a, b, c = (str(tmp_path / name / "model") for name in "abc")
     inflection.main(settings(data, tmp_path / "ab", ensemble=[a, b]))
-    result = json.loads((tmp_path / "ab" / "result.json").read_text())
+    result = runs.result(tmp_path / "ab")
     assert (result["attention"], result["output_alpha"]) == ("softmax+1.5", "1.0+1.5")
     with pytest.raises(ValueError, match=r"c.model does not have the symbols of .*a.model"):
         inflection.main(settings(data, tmp_path / "ac", ensemble=[a, c]))
     # A vocabulary of the same size is not yet the same one.
-    vocabulary = json.loads((tmp_path / "a" / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    path = tmp_path / "a" / "model" / "tokenizer.json"
+    stored = runs.read(path)
+    vocabulary = stored["model"]["vocab"]
     names = sorted(vocabulary, key=vocabulary.get)
     names[-1], names[-2] = names[-2], names[-1]
-    stored = json.loads((tmp_path / "a" / "model" / "tokenizer.json").read_text())
     stored["model"]["vocab"] = {name: place for place, name in enumerate(names)}
-    (tmp_path / "a" / "model" / "tokenizer.json").write_text(json.dumps(stored))
+    path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="does not have the symbols"):
         inflection.main(settings(data, tmp_path / "again", ensemble=[b, a]))
 
@@ -124,7 +89,7 @@ def test_answers_are_kept(data, tmp_path):
     assert len(rows) == 8 and {len(row) for row in rows} == {5}
     right = {language: [row[2] == row[4] for row in rows if row[0] == language] for language in ENDINGS}
     shares = [100 * sum(flags) / len(flags) for flags in right.values()]
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == sum(shares) / 2
+    assert runs.result(tmp_path / "run")["accuracy"] == sum(shares) / 2
 
 
 def test_tags_may_be_a_list(tmp_path):
@@ -147,7 +112,7 @@ def test_a_budget_searches_exactly(data, tmp_path, monkeypatch):
     model = str(tmp_path / "run" / "model")
     inflection.main(settings(data, tmp_path / "exact", ensemble=[model], beams=2, budget=300))
     assert calls and all(call == (300, {"num_beams": 2}) for call in calls)
-    first, exact = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "exact"))
+    first, exact = (runs.result(tmp_path / name) for name in ("run", "exact"))
     assert exact["optimal"] >= first["optimal"] and exact["exhaustive"] >= first["exhaustive"]
 
 
@@ -182,15 +147,6 @@ def test_forms_with_spaces_come_back(tmp_path):
     assert len(example["input_ids"]) == 1 + 2 + len("auswandern") + 1
 
 
-def test_the_configurations_are_right():
-    for file in ("inflection.yaml", "inflection_german.yaml", "inflection_94.yaml"):
-        chosen = parse(
-            inflection.Settings, "x", ["--config", str(RECIPES / "configs" / file), "--attention", "learned"]
-        )
-        assert chosen.attention == "learned"
-        assert chosen.epochs > 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("output_alpha", [1.0, 1.5])
 def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_alpha):
@@ -202,7 +158,7 @@ def test_coverage_of_sets_is_measured_on_a_finished_run(data, tmp_path, output_a
     run, results = settings(data, tmp_path / "run", output_alpha=output_alpha), tmp_path / "sets.csv"
     inflection.main(run)
     inflection.main(dataclasses.replace(run, resume=True, coverage=[80.0], results=str(results)))
-    rows = list(csv.DictReader(results.open(newline="")))
+    rows = runs.rows(results)
     assert {(row["unit"], row["calibration"], row["test"]) for row in rows} == {
         ("step", "48", "48"),
         ("answer", "48", "48"),

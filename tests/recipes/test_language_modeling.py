@@ -1,42 +1,28 @@
 """The language modelling recipe, end to end on a few invented sentences; text read as it is."""
 
-import csv
 import dataclasses
-import json
 import math
 import os
 import random
-from pathlib import Path
 
-import fresh
 import pytest
+import runs
 import torch
-from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
 import language_modeling as lm
 from common import blocks as text_blocks
 from common.causal import repetition
-from common.settings import parse
 from hf_entmax import patch_model
 from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.generation import sampling_metrics
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 SUBJECTS, VERBS, PLACES = (
     ("The cat", "A dog", "My <unk>", "The bird"),
     ("sat", "slept", "sang"),
     ("mat", "roof", "tree"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -54,52 +40,26 @@ def settings(data, out, **changes):
     return lm.Settings(data=data, out=str(out), **{**small, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"architecture": "gpt2"},
-        {"architecture": "llama", "attention": "1.5"},
-        {"attention": "learned", "output_alpha": 1.5},
-        {"attention": "softmax", "output_alpha": 1.5},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())),
-)
-def test_every_setting_is_one_option(data, tmp_path, changes):
-    lm.main(settings(data, tmp_path / "run", smoke=True, **changes))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["steps"] == 2
-    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert stored["model_type"] == changes.get("architecture", "gpt2")
-    sparse = set(changes) & {"attention", "output_alpha"}
-    assert ("entmax_config" in stored) == bool(sparse)
-    if changes.get("output_alpha") != 1.5:
-        assert result["ruled_out"] == 0 and result["support_size"] == stored["vocab_size"]
-        assert result["perplexity"] == pytest.approx(result["epsilon_perplexity"], rel=0.01)
-    else:
-        assert result["support_size"] < stored["vocab_size"]
-    assert (tmp_path / "run" / "samples.txt").read_text().count(">>>") == 4
-
-
 @pytest.mark.slow
-def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
+def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path, forget_processes):
     lm.main(settings(data, tmp_path / "run", epochs=6))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = runs.result(tmp_path / "run")
     # After "The" come four words, after a verb one, after "on the" three: far below the vocabulary of over 300.
     assert 1 < result["perplexity"] < 4 < result["word_perplexity"] ** 3
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_processes()
     none = dict.fromkeys(("vocabulary", "width", "heads", "layers"))
     again = settings(
         data, tmp_path / "sparse", **none, model=str(tmp_path / "run" / "model"), attention="1.5", lr=0.003
     )
     lm.main(again)
-    sparse = json.loads((tmp_path / "sparse" / "result.json").read_text())
+    sparse = runs.result(tmp_path / "sparse")
     assert sparse["density"] < result["density"] == 1 and sparse["perplexity"] < 4
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_labels(data, tmp_path):
     given = settings(data, tmp_path / "run", lr=0.0, dropout=0.0, batch_size=8, gradient_accumulation=2, samples=0)
     lm.main(dataclasses.replace(given, train_tokens=8 * 23 + 1))  # one step of eight blocks
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    history = runs.history(tmp_path / "run")
     model = lm.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = lm.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids, _ = text_blocks.encode(read_text(data.replace("{split}", "train")), tokenizer, 8 * 23 + 1)
@@ -157,10 +117,10 @@ def test_unknown_words_leave_the_column_empty(data, tmp_path, monkeypatch):
     book = tmp_path / "r.csv"
     given = settings(data, tmp_path / "run", test_tokens=50, dev_tokens=50, train_tokens=200, results=str(book))
     lm.main(given)
-    with book.open(newline="") as rows:
-        (row,) = csv.DictReader(rows)
+    (row,) = runs.rows(book)
     assert row["word_perplexity"] == row["word_epsilon_perplexity"] == row["test_words"] == ""
     assert float(row["perplexity"]) > 1
+    assert (tmp_path / "run" / "samples.txt").read_text().count(">>>") == 2  # of the two whole blocks
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
@@ -201,11 +161,10 @@ def test_a_text_with_few_blanks_has_an_infinite_perplexity_per_word(tmp_path):
         (tmp_path / f"{split}.txt").write_text(text)
     given = settings(str(tmp_path / "{split}.txt"), tmp_path / "run", lr=0.0, results=str(tmp_path / "r.csv"))
     lm.main(dataclasses.replace(given, vocabulary=300, samples=0))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = runs.result(tmp_path / "run")
     assert result["not_finite"] == {"word_perplexity": "inf", "word_epsilon_perplexity": "inf"}
     assert result["word_perplexity"] is result["word_epsilon_perplexity"] is None and result["perplexity"] > 1
-    with (tmp_path / "r.csv").open(newline="") as rows:
-        (row,) = csv.DictReader(rows)
+    (row,) = runs.rows(tmp_path / "r.csv")
     assert float(row["word_perplexity"]) == math.inf
 
 
@@ -219,7 +178,7 @@ def test_a_diverged_model_has_a_result_without_samples(data, tmp_path, capsys, m
     build = lm.build_model
     monkeypatch.setattr(lm, "build_model", diverge)
     lm.main(settings(data, tmp_path / "run", smoke=True))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = runs.result(tmp_path / "run")
     assert (
         result["perplexity"] is None
         and result["not_finite"]["perplexity"] == "nan"
@@ -270,7 +229,7 @@ def test_a_half_precision_checkpoint_is_trained_in_full_precision(data, tmp_path
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     lm.main(pretrained(data, tmp_path / "run", str(tmp_path / "model"), smoke=True, samples=0))
-    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float32"
+    assert runs.config(tmp_path / "run")["dtype"] == "float32"
 
 
 def test_repetition():
@@ -326,45 +285,6 @@ def test_records_with_text(tmp_path):
     assert read_text(str(tmp_path / "t.jsonl")) == ["One.\nTwo.", "Three."]
     with pytest.raises(ValueError, match="no story; it has text"):
         read_text(str(tmp_path / "t.jsonl"), "story")
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(data, tmp_path):
-    given = settings(data, "", dropout=0.0, attention="learned", output_alpha=1.5, train_tokens=740, samples=2)
-    names = (
-        "data",
-        "vocabulary",
-        "width",
-        "heads",
-        "layers",
-        "block",
-        "prompt",
-        "samples",
-        "batch_size",
-        "epochs",
-        "lr",
-    )
-    names = (*names, "dropout", "attention", "output_alpha", "train_tokens")
-    words = [*(f"--{name}={getattr(given, name)}" for name in names), "--log_steps=1"]
-    lm.main(parse(lm.Settings, lm.__doc__, [*words, "--out", str(tmp_path / "one")]))
-    given = [*words, "--out", tmp_path / "two"]
-    ended = fresh.run_file(RECIPES / "language_modeling.py", *given, processes=2, environment={"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr
-    logs = [json.loads((tmp_path / out / "trainer_state.json").read_text())["log_history"] for out in ("one", "two")]
-    losses = [[line["loss"] for line in log if "loss" in line] for log in logs]
-    assert len(losses[0]) > 3 and losses[1] == pytest.approx(losses[0], rel=2e-4)
-    results = [json.loads((tmp_path / out / "result.json").read_text()) for out in ("one", "two")]
-    assert results[1]["processes"] == 2
-    for name in ("epsilon_perplexity", "word_epsilon_perplexity", "support_size", "density"):
-        assert results[1][name] == pytest.approx(results[0][name], rel=2e-3)
-
-
-def test_the_configuration_is_right():
-    path = RECIPES / "configs" / "language_modeling_wikitext2.yaml"
-    given = parse(
-        lm.Settings, lm.__doc__, ["--config", str(path), "--out", "x", "--architecture", "llama", "--dropout", "0"]
-    )
-    assert given.architecture == "llama" and "{split}" in given.data
 
 
 @pytest.mark.skipif("HF_ENTMAX_DATA" not in os.environ, reason="needs the real WikiText-2: set HF_ENTMAX_DATA")

@@ -1,8 +1,8 @@
 """The loop without a Trainer, on a tiny model."""
 
 import pytest
+import tiny_models as tiny
 import torch
-from tiny_models import build, tokenizer
 from transformers import AutoModelForCausalLM
 
 import pytorch_loop
@@ -11,10 +11,8 @@ from hf_entmax import entmax_config
 
 @pytest.fixture
 def arguments(tmp_path):
-    model = build("gpt2")
-    model.save_pretrained(tmp_path / "model")
-    words = [f"w{number}" for number in range(20)]
-    tokenizer(words).save_pretrained(tmp_path / "model")
+    words = tiny.WORDS[:20]
+    tiny.save(tiny.build("gpt2"), tmp_path / "model", words)
     (tmp_path / "text.txt").write_text(" ".join(words * 8), encoding="utf-8")
     places = {"model": str(tmp_path / "model"), "data": str(tmp_path / "text.txt"), "out": str(tmp_path / "out")}
     return pytorch_loop.Arguments(**places, block=8, batch_size=4, epochs=6, lr=0.01)

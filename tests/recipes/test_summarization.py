@@ -4,20 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
+import runs
 
 import summarization
 from common.settings import parse
 
 THINGS = ["networks", "trees", "graphs", "kernels"]
 DEEDS = ["train", "prune", "sort", "cut"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -51,40 +44,18 @@ def settings(data, out, **changes):
     return summarization.Settings(out=str(out), **{**small, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attention": "1.5", "architecture": "marian"},
-        {"attention": "learned", "output_alpha": 1.5, "architecture": "t5"},
-    ],
-    ids=["softmax", "1.5", "learned"],
-)
-def test_every_setting_is_one_option(data, tmp_path, changes):
-    summarization.main(settings(data, tmp_path / "run", smoke=True, **changes))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["steps"], result["test_texts"]) == (2, 4)
-    assert result["lead_rouge1"] == 0  # "It is hard." has no word of any summary
-    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert stored["model_type"] == changes.get("architecture", "bart")
-    if changes:
-        assert str(stored["entmax_config"]["alpha"]) == changes["attention"]
-    else:
-        assert "entmax_config" not in stored and result["density_cross"] == 1
-
-
 @pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
     summarization.main(settings(data, tmp_path / "run", epochs=100, lr=0.003, batch_size=4, width=64))
-    dense = json.loads((tmp_path / "run" / "result.json").read_text())
+    dense = runs.result(tmp_path / "run")
     # Half of it is had by the words that all summaries share. Four seeds learn which thing wins as well, and reach 100.
     assert dense["rouge1"] > 75 and dense["first_rouge1"] > 75
     model = str(tmp_path / "run" / "model")
     tuned = settings(data, tmp_path / "tuned", model=model, attention="1.2", output_alpha=1.5, epochs=5, lr=0.001)
     summarization.main(tuned)
-    sparse = json.loads((tmp_path / "tuned" / "result.json").read_text())
+    sparse = runs.result(tmp_path / "tuned")
     assert sparse["rouge1"] > 75
-    stored = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())
+    stored = runs.config(tmp_path / "tuned")
     assert (stored["entmax_config"]["alpha"], stored["entmax_config"]["output_alpha"]) == (1.2, 1.5)
     kept = (tmp_path / "tuned" / "summaries.txt").read_text(encoding="utf-8").splitlines()
     references = [json.loads(line)["target"] for line in Path(data).read_text().splitlines()]
@@ -96,7 +67,7 @@ def test_it_learns_and_a_finished_model_can_be_made_sparse(data, tmp_path):
 def test_summaries_may_be_longer_than_texts(data, tmp_path):
     summarization.main(settings(data, tmp_path / "run", smoke=True, max_tokens=6, max_summary=40))
     model = str(tmp_path / "run" / "model")
-    stored = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    stored = runs.config(tmp_path / "run")
     assert stored["max_position_embeddings"] == 48
     with pytest.raises(ValueError, match="max_summary=60 is not allowed: it must be at most 48"):
         summarization.main(settings(data, tmp_path / "on", model=model, max_tokens=6, max_summary=60))
@@ -122,7 +93,9 @@ def test_long_texts_are_cut_and_long_summaries_left_out(data, tmp_path, capsys):
         lines.write(json.dumps({"source": ["x"], "target": ["much too long " * 10]}) + "\n")
     summarization.main(settings(data, tmp_path / "run", smoke=True, max_tokens=5))
     assert "1 texts left out: summaries over 16 tokens" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["cut"] == 4
+    found = runs.result(tmp_path / "run")
+    assert (found["cut"], found["test_texts"]) == (4, 4)
+    assert found["lead_rouge1"] == 0  # "It is hard." has no word of any summary
     with pytest.raises(ValueError, match=r"max_summary=2 is not allowed: .*every summary of training or dev is longer"):
         summarization.main(settings(data, tmp_path / "other", max_summary=2))
 

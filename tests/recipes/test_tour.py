@@ -8,7 +8,6 @@ import nbformat
 import pytest
 import tiny_models as tiny
 from nbclient import NotebookClient
-from test_calibrate import _folder, _texts
 
 TOUR = Path(__file__).parents[2] / "recipes" / "tour.ipynb"
 
@@ -41,9 +40,9 @@ def test_the_tour_as_it_stands():
 
 @pytest.mark.slow
 def test_the_tour_runs(tmp_path, monkeypatch):
-    _folder(tmp_path / "model", tiny.build("llama"))
+    tiny.save(tiny.build("llama"), tmp_path / "model")
     for split in ("train", "test"):
-        (tmp_path / f"{split}.txt").write_text("\n".join(_texts(30, 20)) + "\n", encoding="utf-8")
+        (tmp_path / f"{split}.txt").write_text("\n".join(tiny.texts(30, 20)) + "\n", encoding="utf-8")
     settings = {"MODEL": tmp_path / "model", "TEXT": tmp_path / "{split}.txt", "OUT": tmp_path / "out", "BLOCK": 16}
     for name, value in settings.items():
         monkeypatch.setenv(f"TOUR_{name}", str(value))

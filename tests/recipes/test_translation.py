@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 
 import translation
@@ -46,47 +47,14 @@ def settings(data, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"architecture": "bart"},
-        {"architecture": "marian", "attention": "1.5"},
-        {"architecture": "t5", "attention": "learned", "output_alpha": 1.5},
-        {"attention": "sparsegen_lin", "mapping_options": "{lam: 0.5}"},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())),
-)
-def test_every_setting_is_one_option(data, changes):
-    translation.main(settings(data, smoke=True, **changes))
-    result = json.loads((data / "run" / "result.json").read_text())
-    assert result["steps"] == 2
-    stored = json.loads((data / "run" / "model" / "config.json").read_text())
-    assert stored["model_type"] == changes.get("architecture", "bart")
-    writes = json.loads((data / "run" / "model" / "generation_config.json").read_text())
-    assert (writes["max_new_tokens"], writes.get("max_length")) == (20, None)
-    attention = changes.get("attention", "softmax")
-    if attention == "softmax":
-        assert "entmax_config" not in stored
-        assert result["density_cross"] == 1.0
-    elif "mapping_options" in changes:
-        assert (stored["entmax_config"]["mapping"], stored["entmax_config"]["mapping_options"]) == (
-            attention,
-            {"lam": 0.5},
-        )
-    else:
-        assert str(stored["entmax_config"]["alpha"]) == attention
-        assert stored["entmax_config"]["output_alpha"] == changes.get("output_alpha")
-
-
-@pytest.mark.slow
 def test_it_learns_and_a_finished_model_can_be_made_sparse(data):
     translation.main(settings(data, epochs=25, seed=2))
-    result = json.loads((data / "run" / "result.json").read_text())
+    result = runs.result(data / "run")
     assert result["bleu"] > 90
     model = str(data / "run" / "model")
     sparse = {"model": model, "attention": "1.2", "output_alpha": 1.5, "epochs": 2, "lr": 0.001}
     translation.main(settings(data, out=str(data / "tuned"), **sparse))
-    result = json.loads((data / "tuned" / "result.json").read_text())
+    result = runs.result(data / "tuned")
     assert result["bleu"] > 90
     assert result["optimal"] > 90
     assert result["density_cross"] < 1
@@ -103,14 +71,14 @@ def test_translations_of_a_pretrained_model_may_be_long(data):
         )
     translation.main(settings(data, epochs=1, max_tokens=60))
     model = data / "run" / "model"
-    stored = json.loads((model / "generation_config.json").read_text())
+    stored = runs.read(model / "generation_config.json")
     assert stored.pop("max_new_tokens") == 60
     (model / "generation_config.json").write_text(json.dumps(stored))
     more = {"out": str(data / "tuned"), "epochs": 40, "max_tokens": 60, "certificates": 2}
     translation.main(settings(data, model=str(model), **more))
     lengths = [len(line.split()) for line in (data / "tuned" / "hypotheses.test.txt").read_text().splitlines()]
     assert len(lengths) == 16 and max(lengths) >= 18
-    stored = json.loads((data / "tuned" / "model" / "generation_config.json").read_text())
+    stored = runs.read(data / "tuned" / "model" / "generation_config.json")
     assert stored["max_new_tokens"] == 60
 
 
@@ -121,7 +89,7 @@ def test_hypotheses_are_kept_and_are_those_of_the_score(data):
         (data / "a" / f"test.{language}").write_text("".join(lines[:3]), encoding="utf-8")
     tests = [str(data / "a" / "test.{lang}"), str(data / "test.{lang}")]
     translation.main(dataclasses.replace(settings(data, epochs=2), test=tests))
-    result = json.loads((data / "run" / "result.json").read_text())
+    result = runs.result(data / "run")
     scores = result["tests"].split()
     assert len(scores) == 2  # though both files are called alike
     for test, score in zip(tests, scores, strict=True):
@@ -142,8 +110,8 @@ def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
     with pytest.raises(ValueError, match=r"alpha_init=1\.2 would have no effect: the model has alphas already"):
         translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, alpha_init="1.2", **sparse))
     translation.main(settings(data, out=str(data / "on"), model=model, smoke=True, **sparse))
-    result = json.loads((data / "on" / "result.json").read_text())
-    stored = json.loads((data / "on" / "model" / "config.json").read_text())["entmax_config"]
+    result = runs.result(data / "on")
+    stored = runs.config(data / "on")["entmax_config"]
     assert (
         (result["attention"], result["output_alpha"]) == (stored["alpha"], stored["output_alpha"]) == ("learned", 1.5)
     )

@@ -1,8 +1,11 @@
-"""What docs/compatibility.md says about model types, from `model_cards/model_types.csv`, which `tests/model_types/sweep.py` writes."""
+"""What docs/compatibility.md says of model types, tools and versions.
+
+Their rows are in `model_cards/model_types.csv`, which `tests/model_types/sweep.py` writes, `tests/works_with.csv` and `tests/versions.csv`.
+"""
 
 from __future__ import annotations
 
-from ..rows import CARDS, Row, Rows, distinct, table
+from ..rows import CARDS, ROOT, Row, Rows, distinct, row_table, table
 
 #: The checks of a model type: columns of the table, in their order.
 CHECKS = (
@@ -75,3 +78,19 @@ def _share(row: Row) -> str:
     """How many attention modules of an accepted model type were reached; empty where all were."""
     run, total = row["sites_run"].split("/")
     return "" if run == total else f" ({run}/{total})"
+
+
+def works_with(rows: Rows) -> str:
+    """What was tried with which tool; the last column names the test."""
+    return row_table(Rows(ROOT / "tests")("works_with"), {
+        "tool": lambda row: f"{row['tool']} {row['version']}".strip(), "use": "use", "": "verdict",
+        "test": lambda row: f"`{row['test'].partition('::')[0]}`",
+    })  # fmt: skip
+
+
+def versions(rows: Rows) -> str:
+    """Under which versions of Transformers and PyTorch the tests of `tests/versions.py` pass."""
+    return row_table(Rows(ROOT / "tests")("versions"), {
+        "Transformers": "transformers", "PyTorch": "torch", "": "verdict",
+        "tests": lambda row: f"{row['passed']} passed, {row['skipped']} skipped",
+    })  # fmt: skip

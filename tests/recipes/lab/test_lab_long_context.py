@@ -1,6 +1,7 @@
 """The recipe for long caches, on a tiny model: rows add up, and what it compares is compared."""
 
 import csv
+import functools
 import sys
 
 import pytest
@@ -10,19 +11,15 @@ import torch
 import hf_entmax
 from recipes.lab import long_context
 
-WORDS = [f"w{number}" for number in range(tiny.VOCAB)]
-
 
 @pytest.fixture
-def folder(tmp_path):
-    """A model of two layers, patched with alphas of its own, and a text of 400 words."""
+def folder(tmp_path, monkeypatch):
+    """A model of two layers, patched with alphas of its own, and a text of 400 words; little memory is read to time it."""
+    monkeypatch.setattr(long_context, "bandwidth", functools.partial(long_context.bandwidth, 1))
     model = hf_entmax.patch_model(tiny.build("mistral", sliding_window=None, max_position_embeddings=256))
     hf_entmax.set_alphas(model, {"decoder_self": torch.tensor([[1.2, 1.4, 1.6, 1.9], [1.9, 1.5, 1.3, 1.7]])})
-    model.save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    draw = torch.randint(3, tiny.VOCAB, (40, 10), generator=torch.Generator().manual_seed(0))
-    lines = [" ".join(WORDS[number] for number in line) for line in draw.tolist()]
-    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join(tiny.texts(40, 10)), encoding="utf-8")
     return tmp_path
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes.lab.pages import claims, figures, judges, judges_heads, lengths, mappings, page
-from recipes.lab.rows import FIGURES, Rows
+from recipes.lab.rows import FIGURES, ROOT, Rows
 
 
 @pytest.fixture
@@ -36,6 +36,15 @@ OTHERS = {"heads_diversity", "quickstart_attention", "whisper_encoder_heads", "w
 def test_a_page_is_what_the_rows_say(path):
     text = path.read_text(encoding="utf-8")
     assert "<!-- end -->" in text and page.filled(text, Rows()) == text, "run python -m recipes.lab page"
+
+
+def test_every_tool_that_the_page_names_has_its_test():
+    rows = Rows(ROOT / "tests")("works_with")
+    assert rows
+    for row in rows:
+        path, _, name = row["test"].partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {name}(" in source and row["tool"] in source, row
 
 
 def test_marks_are_filled_and_the_rest_is_left(rows):

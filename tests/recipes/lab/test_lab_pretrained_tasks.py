@@ -9,26 +9,9 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hf_entmax
 from recipes.lab import pretrained_tasks
-
-WORDS = [f"word{i}" for i in range(tiny.VOCAB - 3)]
-
-
-def _folder(path, model):
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[BOS]", "[EOS]", *WORDS])}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tf.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]").save_pretrained(path)
-    model.save_pretrained(path)
-    return path
-
-
-def _texts(count, length):
-    generator = torch.Generator().manual_seed(1)
-    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator)) for _ in range(count)]
 
 
 def _run(monkeypatch, folder, *words):
@@ -41,7 +24,7 @@ def _run(monkeypatch, folder, *words):
 def _treebank(folder):
     for split in ("train", "dev"):
         with gzip.open(folder / f"{split}.conllu.gz", "wt", encoding="utf-8") as file:
-            for number, text in enumerate(_texts(12, 5)):
+            for number, text in enumerate(tiny.texts(12, 5)):
                 file.write(f"# sent_id = {'email' if number % 2 else 'review'}-{number}\n")
                 for place, word in enumerate(text.split(), 1):
                     file.write(
@@ -69,12 +52,12 @@ def test_figures_of_known_values():
 @pytest.mark.slow
 def test_a_causal_model_beside_its_original(tmp_path, monkeypatch):
     model = tiny.build("llama")
-    original = _folder(tmp_path / "original", model)
+    original = tiny.save(model, tmp_path / "original")
     sparse = tmp_path / "sparse"
     hf_entmax.patch_model(model, alpha=1.9).save_pretrained(sparse)
     text = tmp_path / "text.txt.gz"
     with gzip.open(text, "wt", encoding="utf-8") as file:
-        file.write("\n".join(_texts(8, 12)) + "\n")
+        file.write("\n".join(tiny.texts(8, 12)) + "\n")
     words = ["--reference", original, "--text", text, "--treebank", _treebank(tmp_path), "--block", 16]
     same = _run(monkeypatch, tmp_path, "--model", original, *words)
     rows = _run(monkeypatch, tmp_path, "--model", sparse, *words)
@@ -82,7 +65,7 @@ def test_a_causal_model_beside_its_original(tmp_path, monkeypatch):
     assert {(float(row["difference"]), float(row["low"]), float(row["high"])) for row in same.values()} == {(0, 0, 0)}
     row = rows["text", "perplexity", f"{tmp_path.name}/sparse"]
     tokenizer = tf.AutoTokenizer.from_pretrained(original)
-    ids = pretrained_tasks.encode(_texts(8, 12), tokenizer, 1000)
+    ids = pretrained_tasks.encode(tiny.texts(8, 12), tokenizer, 1000)
     parts = [torch.tensor([ids[start : start + 16]]) for start in range(0, len(ids) - 1, 15)]
     model = tf.AutoModelForCausalLM.from_pretrained(sparse)
     nats = sum(float(model(input_ids=part, labels=part).loss) * (part.shape[1] - 1) for part in parts)
@@ -104,24 +87,14 @@ def test_a_sentence_encoder_beside_its_original(tmp_path, monkeypatch):
         for name, parameter in model.named_parameters():
             if "attention" in name and parameter.dim() == 2:
                 parameter.mul_(20)
-    original = _folder(tmp_path / "original", model)
+    original = tiny.save(model, tmp_path / "original")
     sparse = tmp_path / "sparse"
     hf_entmax.patch_model(model, alpha=2.0).save_pretrained(sparse)
     with gzip.open(tmp_path / "pairs.jsonl.gz", "wt", encoding="utf-8") as file:
-        for text in _texts(70, 6):
+        for text in tiny.texts(70, 6):
             file.write(json.dumps({"source": [text], "target": [text]}) + "\n")
-    words = [
-        "--reference",
-        original,
-        "--pairs",
-        tmp_path / "pairs.jsonl.gz",
-        "--treebank",
-        _treebank(tmp_path),
-        "--block",
-        16,
-        "--sentences",
-        9,
-    ]
+    words = ["--reference", original, "--pairs", tmp_path / "pairs.jsonl.gz", "--treebank", _treebank(tmp_path)]
+    words += ["--block", 16, "--sentences", 9]
     rows = _run(monkeypatch, tmp_path, "--model", sparse, *words)
     name = f"{tmp_path.name}/sparse"
     # Every text is its own partner; the last 6 would have been sought among 6.
