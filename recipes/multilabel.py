@@ -1,13 +1,12 @@
 """Several labels at once by sparse mappings: a small Transformer on text, and the linear models of Laha et al. 2018.
 
-    python recipes/multilabel.py --config recipes/configs/multilabel_text.yaml --data-dir DATA
-    python recipes/multilabel.py --config recipes/configs/multilabel_mulan.yaml --data-dir DATA
+    python recipes/multilabel.py --config recipes/configs/multilabel_text.yaml
+    python recipes/multilabel.py --config recipes/configs/multilabel_mulan.yaml
     python recipes/multilabel.py --config recipes/configs/multilabel_synthetic.yaml
     python recipes/multilabel.py --smoke
 
 Any value of the configuration can be changed on the command line: ``seeds='[0,1,2]' epochs=3``. Runs are appended to the CSV file
-``--out`` as they finish; started again, the recipe goes on where it stopped. DATA is the folder that holds the data sets (default:
-``$HF_ENTMAX_DATA``, else ``./data``).
+``--out`` as they finish; started again, the recipe goes on where it stopped.
 
 The Transformer reads characters and is trained from scratch; its attention and its multilabel loss are any that `patch_model` knows.
 The epoch with the best micro-F1 on validation rows is tested; sparse outputs predict their support, for softmax the probability from
@@ -20,7 +19,6 @@ import itertools
 import json
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,9 +108,9 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
     }
 
 
-def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> None:
+def run_text(config: TextConfig, results: MultilabelResults) -> None:
     """All runs of the study that the results do not hold yet."""
-    data = load_texts(config, data_dir)
+    data = load_texts(config)
     test = data.splits["test"]
     for attention, output, seed in itertools.product(config.attentions, config.outputs, config.seeds):
         key = {
@@ -136,11 +134,11 @@ def run_text(config: TextConfig, data_dir: Path, results: MultilabelResults) -> 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    studies, data_dir = read_arguments(__doc__, arguments)
+    studies = read_arguments(__doc__, arguments)
     say_processes("multilabel")
     for config, file in studies:
         study: Any = run_text if isinstance(config, TextConfig) else run_linear
-        study(config, data_dir, MultilabelResults(file))
+        study(config, MultilabelResults(file))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from common.multilabel_data import default_data_dir
 from common.settings import option
 
 #: By name: the mapping, the setting that holds candidates for its option, and whether the probability above which a label is
@@ -70,7 +69,7 @@ class TextConfig:
 
     study: str = option("text", "text")
     data: str = option("english_verbs", "english_verbs (built in), or a name for the files below")
-    files: dict[str, str] = option({}, "TSV files by split (train, validation, test), relative to the data folder")
+    files: dict[str, str] = option({}, "TSV files by split (train, validation, test)")
     text_column: int = option(0, "column of the text in them, from 0")
     label_column: int = option(1, "column of the semicolon-separated labels, from 0")
     limit: int | None = option(None, "use at most so many rows of each split")
@@ -125,11 +124,10 @@ def overrides(pairs: list[str]) -> dict[str, Any]:
     return values
 
 
-def read_arguments(description: str, arguments: list[str] | None) -> tuple[list[tuple[Any, Path]], Path]:
-    """Return the studies that the command line asks for, each with the file for its results, and the folder of the data."""
+def read_arguments(description: str, arguments: list[str] | None) -> list[tuple[Any, Path]]:
+    """Return the studies that the command line asks for, each with the file for its results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a YAML file of recipes/configs")
-    parser.add_argument("--data-dir", type=Path, default=None, help="default: $HF_ENTMAX_DATA, else ./data")
     parser.add_argument("--out", type=Path, help="CSV file; default: recipes/results/multilabel/STUDY.csv")
     parser.add_argument("--smoke", action="store_true", help="run all studies in a few seconds, on built-in data")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
@@ -146,4 +144,4 @@ def read_arguments(description: str, arguments: list[str] | None) -> tuple[list[
         parser.error(str(error))
     folder = Path("smoke") if options.smoke else Path(__file__).parents[1] / "results"
     files = [options.out or folder / "multilabel" / f"{config.study}.csv" for config in configs]
-    return list(zip(configs, files, strict=True)), options.data_dir or default_data_dir()
+    return list(zip(configs, files, strict=True))

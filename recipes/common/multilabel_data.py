@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import io
-import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_entmax.analysis.reading.tables import read_rows
+from hf_entmax.analysis.reading.tables import find, read_rows
 
 MULAN_SOURCE = "https://github.com/tsoumakas/mulan/tree/master/data/multi-label"
 
@@ -34,28 +33,6 @@ class Split:
         return Split(self.features[index], self.labels[index])
 
 
-def default_data_dir() -> Path:
-    """The folder in the environment variable ``HF_ENTMAX_DATA``, else ``./data``."""
-    return Path(os.environ.get("HF_ENTMAX_DATA", "data"))
-
-
-def find_folder(data_dir: Path, name: str) -> Path:
-    """``data_dir/multilabel/name`` or ``data_dir/name``.
-
-    Raises:
-        FileNotFoundError: naming both, and where the files come from.
-    """
-    candidates = [data_dir / "multilabel" / name, data_dir / name]
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"No data set {name!r}: looked for {candidates[0]} and {candidates[1]}. Download {name}-train.arff, "
-        f"{name}-test.arff and {name}.xml from {MULAN_SOURCE}, or name their parent folder with --data-dir or "
-        "the environment variable HF_ENTMAX_DATA."
-    )
-
-
 def _open(path: Path) -> io.StringIO:
     zipped = path.with_name(path.name + ".gz")
     if path.exists():
@@ -65,14 +42,21 @@ def _open(path: Path) -> io.StringIO:
     raise FileNotFoundError(f"Neither {path} nor {zipped} exists.")
 
 
-def read_mulan(data_dir: Path, name: str) -> tuple[Split, Split]:
+def read_mulan(name: str) -> tuple[Split, Split]:
     """The published training and test rows of a Mulan data set, features standardised by the training rows.
 
     Nominal features become one column per value. The labels are the attributes that the XML file names.
+
+    Raises:
+        FileNotFoundError: if the folder ``multilabel/NAME`` is not found.
     """
     from scipy.io import arff
 
-    folder = find_folder(data_dir, name)
+    try:
+        folder = find(f"multilabel/{name}")
+    except FileNotFoundError as error:
+        files = f"{name}-train.arff, {name}-test.arff and {name}.xml"
+        raise FileNotFoundError(f"{error} {files} come from {MULAN_SOURCE}.") from error
     root = ElementTree.parse(_open(folder / f"{name}.xml")).getroot()
     wanted = [_plain(element.attrib["name"]) for element in root if element.tag.endswith("label")]
     parts = []
@@ -168,15 +152,14 @@ class TextData:
     label_names: list[str]
 
 
-def load_texts(config: Any, data_dir: Path) -> TextData:
+def load_texts(config: Any) -> TextData:
     """Return the texts as ids of characters, with their labels."""
     if config.data == "english_verbs":
         return english_verb_texts(config.limit)
-    files = {split: data_dir / path for split, path in config.files.items()}
-    return read_texts(files, config.text_column, config.label_column, config.limit)
+    return read_texts(config.files, config.text_column, config.label_column, config.limit)
 
 
-def read_texts(files: dict[str, Path], text_column: int, label_column: int, limit: int | None) -> TextData:
+def read_texts(files: dict[str, str], text_column: int, label_column: int, limit: int | None) -> TextData:
     """Texts with semicolon-separated labels from TSV files, plain or gzipped.
 
     Args:
@@ -190,7 +173,7 @@ def read_texts(files: dict[str, Path], text_column: int, label_column: int, limi
     """
     columns = (str(text_column), str(label_column))
     tables = {
-        split: [(text, labels.split(";")) for text, labels in read_rows(str(path), columns)[:limit]]
+        split: [(text, labels.split(";")) for text, labels in read_rows(path, columns)[:limit]]
         for split, path in files.items()
     }
     return _encoded(tables, tables["train"])

@@ -6,7 +6,6 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,14 +116,14 @@ def with_extra_label(data: Split) -> Split:
     return Split(data.features, torch.cat([data.labels, empty], dim=1))
 
 
-def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+def linear_tasks(config: LinearConfig) -> Iterator[tuple[dict[str, Any], Any]]:
     """Every run of a linear study as its key in the results and a function that makes its (train, test) rows."""
     if config.study == "mulan":
         for name, seed, empty in itertools.product(config.datasets, config.seeds, config.empty_rows):
-            if empty == "ignore" or not bool((read_mulan(data_dir, name)[0].labels.sum(-1) > 0).all()):
+            if empty == "ignore" or not bool((read_mulan(name)[0].labels.sum(-1) > 0).all()):
                 setting = f"l2={config.l2[0]:g}" if len(config.l2) == 1 else "l2 tuned"
                 key = {"dataset": name, "setting": setting, "seed": seed, "empty_rows": empty}
-                yield key, lambda name=name: read_mulan(data_dir, name)
+                yield key, lambda name=name: read_mulan(name)
         return
     near = {mu: tuple(c for c in (mu - 1, mu, mu + 1) if 1 <= c <= 10) for mu in config.mean_labels}
     axes: list[tuple[str, int, tuple[int, ...] | None, int, int]]
@@ -142,9 +141,9 @@ def linear_tasks(config: LinearConfig, data_dir: Path) -> Iterator[tuple[dict[st
         yield {"dataset": axis, "setting": setting, "seed": seed, "empty_rows": "ignore"}, make
 
 
-def run_linear(config: LinearConfig, data_dir: Path, results: MultilabelResults) -> None:
+def run_linear(config: LinearConfig, results: MultilabelResults) -> None:
     """All runs of a linear study that the results do not hold yet."""
-    for key, make in linear_tasks(config, data_dir):
+    for key, make in linear_tasks(config):
         todo = [m for m in config.methods if not results.has(study=config.study, method=m, **key)]
         if not todo:
             continue

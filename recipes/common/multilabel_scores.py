@@ -78,4 +78,4 @@ class MultilabelResults(Results):
 
     def add(self, **values: Any) -> None:
         """Append one row, on disk at once."""
-        super().add(**values, **origin(("--data-dir", "--out"), packages=("scikit-learn",)))
+        super().add(**values, **origin(("--out",), packages=("scikit-learn",)))

@@ -10,6 +10,7 @@ import torch
 
 from hf_entmax.analysis import metrics
 
+ALL = (metrics.density, metrics.mean_support, metrics.entropy, metrics.max_weight, metrics.head_diversity)
 SHAPES = [
     # batch, heads, queries, keys, causal, self-attention, left padding
     (3, 4, 6, 6, False, True, False),
@@ -121,13 +122,7 @@ def test_nan_in_padded_rows_does_not_spread(case):
     weights, key_mask, query_mask, causal = case
     pairs = metrics.possible_pairs(weights, key_mask, query_mask, causal)
     poisoned = weights.masked_fill(~pairs.unsqueeze(1), float("nan"))
-    for function in (
-        metrics.density,
-        metrics.mean_support,
-        metrics.entropy,
-        metrics.max_weight,
-        metrics.head_diversity,
-    ):
+    for function in ALL:
         close(function(poisoned, key_mask, query_mask, causal), function(weights, key_mask, query_mask, causal))
 
 
@@ -149,13 +144,7 @@ def test_half_precision_and_integer_masks():
 def test_nothing_to_count_is_nan():
     weights = torch.ones(1, 2, 3, 3) / 3
     nobody = torch.zeros(1, 3, dtype=torch.bool)
-    for function in (
-        metrics.density,
-        metrics.mean_support,
-        metrics.entropy,
-        metrics.max_weight,
-        metrics.head_diversity,
-    ):
+    for function in ALL:
         assert function(weights, nobody).isnan().all(), function.__name__
 
 

@@ -75,28 +75,29 @@ def batch_of(model, lengths, rng):
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}, rows
 
 
-def brute_force(models, row, alpha, length, eos_bias):
-    """Probabilities of all finished sequences, and of all prefixes of the full length."""
+def unchanged(logits, ids, step):
+    return logits
+
+
+def brute_force(models, row, alpha, length, adjust=unchanged, ends=(EOS,)):
+    """Probabilities of all finished sequences, and of all prefixes of the full length; ``adjust(logits, ids, step)``."""
     finished, prefixes = {}, {(): 1.0}
-    for _ in range(length):
-        tokens = torch.tensor([list(p) for p in prefixes], dtype=torch.long).view(len(prefixes), -1)
-        source = torch.tensor([row]).expand(len(prefixes), -1)
+    for step in range(length):
         probs = 0.0
         for model in models:
+            decodes = model.config.is_encoder_decoder
+            start = [model.config.decoder_start_token_id] if decodes else row
+            ids = torch.tensor([[*start, *prefix] for prefix in prefixes])
+            source = torch.tensor([row]).expand(len(ids), -1)
             with torch.no_grad():
-                if model.config.is_encoder_decoder:
-                    start = torch.full((len(prefixes), 1), model.config.decoder_start_token_id)
-                    out = model(input_ids=source, decoder_input_ids=torch.cat((start, tokens), 1))
-                else:
-                    out = model(input_ids=torch.cat((source, tokens), 1))
-            logits = out.logits[:, -1]
-            logits[:, EOS] += eos_bias
-            probs = probs + entmax(logits, alpha) / len(models)
+                out = model(source, decoder_input_ids=ids) if decodes else model(ids)
+            logits = [adjust(own, seen, step) for own, seen in zip(out.logits[:, -1], ids.tolist(), strict=True)]
+            probs = probs + entmax(torch.stack(logits), alpha) / len(models)
         following = {}
         for (prefix, mass), row_probs in zip(prefixes.items(), probs.tolist(), strict=True):
             for token, p in enumerate(row_probs):
                 if p > 0:
-                    (finished if token == EOS else following)[(*prefix, token)] = mass * p
+                    (finished if token in ends else following)[(*prefix, token)] = mass * p
         prefixes = following
         if not prefixes:
             break
@@ -134,13 +135,14 @@ def test_two_hundred_random_cases_agree_with_brute_force(part):
         batch, rows = batch_of(models[0], [rng.randint(2, 5) for _ in range(2)], rng)
         options = {"max_new_tokens": length, "output_alpha": alpha, "sequence_bias": {(EOS,): eos_bias}}
         options = options if eos_bias else {k: v for k, v in options.items() if k != "sequence_bias"}
+        bias = eos_bias * torch.nn.functional.one_hot(torch.tensor(EOS), VOCAB)
         model = models if len(models) > 1 else models[0]
         beam = beam_search(model, batch, num_beams=beams, **options)
         listed = enumerate_hypotheses(model, batch, max_hypotheses=10_000, batch_size=rng.choice([1, 4, 16]), **options)
         exact = exact_map(model, batch, num_beams=beams, budget=1000, **options)
         hasty = exact_map(model, batch, num_beams=1, budget=rng.choice([1, 3]), **options)
         for i, row in enumerate(rows):
-            finished, unfinished = brute_force(models, row, alpha, length, eos_bias)
+            finished, unfinished = brute_force(models, row, alpha, length, lambda z, *_: z + bias)  # noqa: B023
             for result in (beam[i], listed[i], exact[i], hasty[i]):
                 check(result, finished, unfinished)
                 claims["optimal"] += result.optimal

@@ -6,32 +6,9 @@ import random
 import pytest
 import torch
 import transformers as tf
-from test_search import BOS, EOS, FAMILIES, VOCAB, batch_of, build, check
+from test_search import BOS, EOS, FAMILIES, VOCAB, batch_of, brute_force, build, check
 
 from hf_entmax.generation import beam_search, enumerate_hypotheses, exact_map, force_decode
-from hf_entmax.ops import entmax
-
-
-def enumerate_all(models, row, alpha, length, ends, adjust):
-    """Probabilities of all finished sequences and of all prefixes of the full length; ``adjust(logits, ids, step)``."""
-    finished, prefixes = {}, {(): 1.0}
-    for step in range(length):
-        following = {}
-        for prefix, mass in prefixes.items():
-            probs = 0.0
-            for model in models:
-                source = torch.tensor([row])
-                start = [model.config.decoder_start_token_id] if model.config.is_encoder_decoder else row
-                ids = torch.tensor([[*start, *prefix]])
-                inputs = {"input_ids": source, "decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-                with torch.no_grad():
-                    logits = model(**(inputs or {"input_ids": ids})).logits[0, -1]
-                probs = probs + entmax(adjust(logits, ids[0].tolist(), step), alpha) / len(models)
-            for token, p in enumerate(probs.tolist()):
-                if p > 0:
-                    (finished if token in ends else following)[(*prefix, token)] = mass * p
-        prefixes = following
-    return finished, prefixes
 
 
 def without(tokens):
@@ -83,7 +60,7 @@ def test_constraints_of_the_generation_config_are_kept(constraint, family):
     listed = enumerate_hypotheses(model, batch, max_hypotheses=10_000, **options)
     exact = exact_map(model, batch, num_beams=1, **options)
     for i, row in enumerate(rows):
-        finished, unfinished = enumerate_all([model], row, 1.5, 3, ends, adjust)
+        finished, unfinished = brute_force([model], row, 1.5, 3, adjust, ends)
         for result in (beam[i], listed[i], exact[i]):
             check(result, finished, unfinished)
         assert {tuple(s) for s in listed[i].sequences} == set(finished) | set(unfinished)
@@ -98,7 +75,7 @@ def test_ensembles_of_several_kinds_average_at_every_step(families):
     listed = enumerate_hypotheses(models, batch, max_hypotheses=10_000, **options)
     exact = exact_map(models, batch, num_beams=1, **options)
     for i, row in enumerate(rows):
-        finished, unfinished = enumerate_all(models, row, 2.0, 3, [EOS], lambda z, ids, step: z)
+        finished, unfinished = brute_force(models, row, 2.0, 3)
         for result in (beam[i], listed[i], exact[i]):
             check(result, finished, unfinished)
         assert {tuple(s) for s in listed[i].sequences} == set(finished) | set(unfinished)
@@ -139,6 +116,6 @@ def test_windows_shorter_than_the_prompt():
     beam = beam_search(model, batch, num_beams=4, **call)
     exact = exact_map(model, batch, num_beams=2, **call)
     for i, row in enumerate(rows):
-        finished, unfinished = enumerate_all([model], row, 1.5, 3, [EOS], lambda z, ids, step: z)
+        finished, unfinished = brute_force([model], row, 1.5, 3)
         check(beam[i], finished, unfinished)
         check(exact[i], finished, unfinished)

@@ -27,7 +27,7 @@ def exact_gradients(scores, alpha, grad):
     return weights * (grad - mean), float(factor), by_alpha.sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("keys", [2, 37, 4000, 100_000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_probabilities_are_optimal_and_sum_to_one(kind, keys, dtype):

@@ -160,6 +160,7 @@ def test_adapters_carry_alphas(place, tmp_path, kind):
     assert len(names) > 5 and all(torch.equal(base[name], held[name]) for name in names)
 
 
+@pytest.mark.slow
 def test_alphas_alone_within_a_budget_on_the_loss(place, tmp_path):
     options = {"attention": "learned", "schedule": "abrupt", "release": 1.3, "loss_budget": 0.5, "freeze_weights": True}
     convert.main(settings(place, tmp_path / "run", epochs=1, alpha_lr=0.1, evaluate_every=2, **options))
@@ -185,6 +186,7 @@ def test_a_softened_start_is_closer_to_the_softmax_model(place, tmp_path):
     assert (factor - (1 / 3.1 - 1)).abs().max() < 0.05
 
 
+@pytest.mark.slow
 def test_alphas_above_two_and_temperatures_with_a_rate_of_their_own(place, tmp_path):
     options = {"schedule": "abrupt", "release": 2.5, "alpha_max": 4.0, "softened": True, "density_target": 0.1}
     moved = {}
@@ -265,6 +267,7 @@ def test_the_model_must_be_causal_and_long_enough(place, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lm", "mt"])
 def test_half_precision_checkpoints_are_converted_in_full_precision(place, tmp_path, kind):
     auto = AutoModelForCausalLM if kind == "lm" else AutoModelForSeq2SeqLM

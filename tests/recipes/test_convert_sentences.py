@@ -46,6 +46,7 @@ def settings(place, out, **changes):
 BUDGET = {"schedule": "abrupt", "release": 1.3, "task_weight": 0.0, "distill_logits": 1.0, "alpha_lr": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{**BUDGET, "loss_budget": 0.5}, {"attention": "softmax"}, {"lora_rank": 2, "distill_attention": 1.0, **BUDGET}],

@@ -100,6 +100,7 @@ def test_hypotheses_are_kept_and_are_those_of_the_score(data):
         assert score == f"{name}:bleu={expected['bleu']:.2f},chrf={expected['chrf']:.2f}"
 
 
+@pytest.mark.slow
 def test_a_sparse_model_is_trained_on_as_it_is_or_not_at_all(data):
     sparse = {"attention": "learned", "output_alpha": 1.5}
     translation.main(settings(data, smoke=True, **sparse))
