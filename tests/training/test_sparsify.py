@@ -57,7 +57,8 @@ def test_a_softmax_model_gets_zeros_and_keeps_its_weights(family):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
     # The fifth batch is the one that nothing was chosen by.
     assert report.loss_before == pytest.approx(softmax, abs=1e-5)
-    assert report.loss_after == pytest.approx(_loss(model, batches[4]), abs=1e-5)
+    assert report.loss == report.loss_after == pytest.approx(_loss(model, batches[4]), abs=1e-5)
+    assert all((report.density_before[site] == 1).all() for site in report.density)
     assert all(torch.equal(values, report.alphas[site]) for site, values in alphas(model).items())
 
 
@@ -77,7 +78,7 @@ def test_a_density_is_reached_on_the_batches_that_judge(family, steps):
 @pytest.mark.parametrize(
     ("family", "train", "goal"),
     [  # every two of the three meet
-        ("llama", "lora", {"density": 0.35}),
+        ("llama", "adapters", {"density": 0.35}),
         ("llama", "weights", {"max_loss_increase": 0.03}),
         ("t5", "lora", {"max_loss_increase": 0.03}),
         ("t5", "weights", {"density": 0.35}),
