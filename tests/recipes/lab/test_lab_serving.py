@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import tiny_models as tiny
 import torch
+from transformers import AutoModelForCausalLM
 
 import hf_entmax
+from hf_entmax.generation import ExactSparseCache
 from hf_entmax.generation.serving import hooks
 from recipes.lab import serving
+from recipes.lab.serving_speed import Engine
 
 if hooks.problem() is not None:
     pytest.skip(hooks.problem(), allow_module_level=True)
@@ -38,13 +41,46 @@ def _run(folder, what, *options):
     serving.main([what, str(folder / "model"), *text, *options])
 
 
-def test_every_engine_has_a_row(folder):
-    _run(folder, "speed", "--requests", "2", "--length", "60", "--trials", "1", "--steps", "1")
-    with (folder / "serving.csv").open(newline="", encoding="utf-8") as lines:
-        rows = {row["engine"]: row for row in csv.DictReader(lines)}
+def _rows(path):
+    with path.open(newline="", encoding="utf-8") as lines:
+        return {row["engine"]: row for row in csv.DictReader(lines)}
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_every_engine_has_a_row(folder, prompts):
+    options = ["--requests", "4", "--prompts", str(prompts), "--length", "60", "--trials", "1", "--steps", "1"]
+    _run(folder, "speed", *options)
+    rows = _rows(folder / "serving.csv")
     assert list(rows) == ["sdpa", "dense", "sparse", "generate"]
     assert all(float(row["tokens_per_second"]) > 0 for row in rows.values())
     assert rows["sparse"]["read"] == "1.0" and not rows["sparse"]["nonzero"]  # few keys: all are read, none is counted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [True, False])
+def test_an_engine_that_was_filled_goes_on_as_one_that_read(folder, share):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    prompts = torch.randint(3, tiny.VOCAB, (1 if share else 2, 70), generator=torch.Generator().manual_seed(1)).tolist()
+    cache = ExactSparseCache(model)
+    model(torch.tensor(prompts)[:, :-1], past_key_values=cache)
+    engine = Engine(model, 4, 70, 8, share)
+    engine.fill(prompts, 4, cache)
+    tables = next(iter(engine.processor.cache.cache_allocators.values())).block_table
+    assert len({tuple(table) for table in tables.values()}) == 4
+    for _ in range(5):
+        engine.step()
+    found = sorted(state.generated_tokens[1:] for state in engine.active.values())
+    ids = torch.tensor(prompts)
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, eos_token_id=-1)
+    assert found == sorted(alone[:, 70:].tolist() * (4 // len(prompts)))
+
+
+def test_a_first_token_is_timed_in_every_engine(folder):
+    _run(folder, "prefill", "--length", "300")
+    rows = _rows(folder / "serving_prefill.csv")
+    assert list(rows) == ["sdpa", "sparse", "generate"]
+    for row in rows.values():
+        assert 0 < float(row["attention_seconds"]) < float(row["seconds"])
 
 
 def test_requests_that_come_and_go_have_the_tokens_of_generate(folder, capsys):
