@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,30 @@ class Rows:
     index: slice | Tensor
     sparse: np.ndarray
 
+    @functools.cached_property
+    def any_sparse(self) -> bool:
+        """Whether one of them has a sketch."""
+        return bool(self.sparse.any())
+
+    @functools.cached_property
+    def only_sparse(self) -> Tensor | None:
+        """Which of them have a sketch, int64 ``[n]``; None for all."""
+        return None if self.sparse.all() else torch.from_numpy(np.flatnonzero(self.sparse))
+
+    @functools.cached_property
+    def last_slot(self) -> int:
+        """The largest of the slots."""
+        return int(self.slots.max())
+
+    @functools.cached_property
+    def pages(self) -> np.ndarray:
+        """The places of all their sketched pages."""
+        page = page_of(self.blocks.size)
+        tables, counts = self.blocks.tables.numpy(), self.blocks.sketched.numpy() // page
+        per_block, number = self.blocks.size // page, np.arange(int(counts.max()))
+        places = tables[:, number // per_block].astype(np.int64) * per_block + number % per_block
+        return places[number < counts[:, None]]
+
 
 class LayerReader:
     """Decoding of one attention layer over the paged cache.
@@ -83,7 +108,6 @@ class LayerReader:
         self._sketches: dict[tuple[int, int, int], tuple[KeySketch, np.ndarray]] = {}
         self.book = np.zeros((0, _COUNTS, 0), np.int64)
         self.steps = np.zeros((0, 2), np.int64)  # of each request: those that read a sketch, and others
-        self.why: dict[str, int] = {}
 
     def forget(self, pages: np.ndarray) -> None:
         """Note that keys of these pages are others now."""
@@ -104,10 +128,10 @@ class LayerReader:
             out, step = self._run(run, call, rows, query, key, value, options)
             outs.append(out)
             steps.append(step)
-        step = torch.cat(steps, -1)
-        self._count(rows, step)
-        if rows.sparse.any():
-            looked_at = step[:2, torch.from_numpy(rows.sparse)].sum(1)
+        step = steps[0] if len(steps) == 1 else torch.cat(steps, -1)
+        total = self._count(rows, step)
+        if rows.any_sparse and self.choice.automatic:
+            looked_at = total[:2] if rows.only_sparse is None else step[:2, rows.only_sparse].sum(1)
             self.choice.saw(looked_at, 8 * key.element_size())
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -132,19 +156,20 @@ class LayerReader:
             alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
             options = dataclasses.replace(options, sink=None if options.sink is None else options.sink[heads])
         sketch = None
-        if bits is not None and rows.sparse.any():
-            sketch = self._sketched((first, last, bits), rows.blocks, key)
+        if bits is not None and rows.any_sparse:
+            sketch = self._sketched((first, last, bits), rows, key)
         out, counts = paged_attention(query, key, value, alpha, rows.blocks, sketch, options, call.backend)
-        step = torch.stack(counts)
+        step = torch.stack(tuple(counts))
         if sketch is None:
             step[2] = -1
         elif self.plan.verify:
             self._verify(rows, query, key, value, alpha, sketch, options, out, step[2])
         return out, step
 
-    def _sketched(self, run: tuple[int, int, int], blocks: BlockTable, key: Tensor) -> KeySketch:
+    def _sketched(self, run: tuple[int, int, int], rows: Rows, key: Tensor) -> KeySketch:
         """The sketch of some key heads, with all pages that are going to be read."""
         first, last, bits = run
+        blocks = rows.blocks
         page = page_of(blocks.size)
         if run not in self._sketches:
             pages = self._allocator.cache_tensor.shape[0] // self._allocator.tokens_per_block * (blocks.size // page)
@@ -153,16 +178,15 @@ class LayerReader:
             sketch = KeySketch.allocate(1, last - first, key.shape[3], pages * page, bits=bits, page_size=page, **like)
             self._sketches[run] = sketch, np.zeros(pages, bool)
         sketch, fresh = self._sketches[run]
-        wanted = _pages(blocks, page)
-        stale = np.unique(wanted[~fresh[wanted]])
-        per_block, rows = blocks.size // page, np.arange(page)
-        for some in np.array_split(stale, -(-len(stale) // sketch.pages_at_once)) if len(stale) else ():
-            block, within = np.divmod(some, per_block)
-            index = (block * blocks.stride + within * page)[:, None] + rows
-            sketch.put(
-                key[0].transpose(0, 1)[torch.from_numpy(index.ravel())].transpose(0, 1)[None], torch.from_numpy(some)
-            )
-        fresh[stale] = True
+        known = fresh[rows.pages]
+        if not known.all():
+            stale = np.unique(rows.pages[~known])
+            for some in np.array_split(stale, -(-len(stale) // sketch.pages_at_once)):
+                block, within = np.divmod(some, blocks.size // page)
+                index = (block * blocks.stride + within * page)[:, None] + np.arange(page)
+                keys = key[0].transpose(0, 1)[torch.from_numpy(index.ravel())]
+                sketch.put(keys.transpose(0, 1)[None], torch.from_numpy(some))
+            fresh[stale] = True
         return sketch
 
     def _verify(
@@ -187,24 +211,26 @@ class LayerReader:
                     "fault of hf_entmax: please report it, with the model."
                 )
 
-    def _count(self, rows: Rows, step: Tensor) -> None:
-        """Add the counts ``[3, B, H]`` of a step to those of the layer and of each request."""
-        numbers = step.numpy() if step.is_cpu else step.cpu().numpy()
-        self._make_room(int(rows.slots.max()), numbers.shape[2])
-        dense = numbers[2] < 0
-        counted = np.where(dense, 0, numbers)
-        more = np.concatenate([counted, np.where(dense, numbers[0], 0)[None]])
-        self.book[rows.slots] += more.transpose(1, 0, 2)
-        self.steps[rows.slots, 1 if dense.all() else 0] += 1
-        total = step.sum(1)
-        if dense.all():
+    def _count(self, rows: Rows, step: Tensor) -> Tensor:
+        """Add the counts ``[3, B, H]`` of a step to those of the layer and of each request; return their sum ``[3, H]``."""
+        total, numbers = step.sum(1), step.cpu().numpy().transpose(1, 0, 2)
+        self._make_room(rows.last_slot, numbers.shape[2])
+        # A head is read in full for all requests or for none.
+        dense = numbers[0, 2] < 0
+        whole, some = dense.all(), dense.any()
+        self.steps[rows.slots, int(whole)] += 1
+        self.book[rows.slots, :3] += np.where(dense, 0, numbers) if some else numbers
+        if some:
+            self.book[rows.slots, 3] += np.where(dense, numbers[:, 0], 0)
+        if whole:
             why = (
                 "every key asked for" if self.plan.bits is None else "few keys" if any(self.choice.bits) else "cheaper"
             )
             self.tally.add_dense(why, total[0])
         else:
-            total[2].masked_fill_(torch.from_numpy(dense.any(0)), -1)
+            total[2].clamp_(min=-1)
             self.tally.add(total)
+        return total
 
     def count_dense(self, why: str, slots: np.ndarray, pairs: np.ndarray, heads: int) -> None:
         """Count queries ``[B]`` for which all of their ``pairs`` were read by the dense kernels."""
@@ -321,11 +347,3 @@ def page_of(block: int) -> int:
 def can_sketch(block: int) -> bool:
     """Whether blocks of so many keys are whole pages of a sketch, and found by shifts."""
     return block >= 16 and block & (block - 1) == 0
-
-
-def _pages(blocks: BlockTable, page: int) -> np.ndarray:
-    """The places of all sketched pages of all sequences."""
-    tables, counts, per_block = blocks.tables.numpy(), blocks.sketched.numpy() // page, blocks.size // page
-    number = np.arange(int(counts.max()))
-    places = tables[:, number // per_block].astype(np.int64) * per_block + number % per_block
-    return places[number < counts[:, None]]
