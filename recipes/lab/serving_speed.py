@@ -172,7 +172,7 @@ def speed(settings: Any) -> None:
         raise SystemExit(f"--requests {requests} is no multiple of --prompts {settings.prompts}.")
     text = text_of(settings, length * settings.prompts)
     prompts = [text[number * length :][:length] for number in range(settings.prompts)]
-    new = 2 + (settings.trials + 1) * settings.steps
+    new = settings.trials + 3
     sparse, plain = load_model(settings), load_model(settings, sparse=False)
     cache = ExactSparseCache(sparse, max_cache_len=length + new)
     with contextlib.nullcontext() if sparse.dtype == torch.float32 else linear_in_float32():
@@ -192,22 +192,21 @@ def speed(settings: Any) -> None:
         engines["generate"].token = last.repeat_interleave(requests // settings.prompts)[:, None]
     faults: dict[str, list[int]] = {name: [] for name in engines}
 
-    def several(name: str) -> Callable[[], None]:
+    def step(name: str) -> Callable[[], None]:
         def run() -> None:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            for _ in range(settings.steps):
-                engines[name].step()
+            engines[name].step()
             faults[name].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
         return run
 
-    times = interleaved_times({name: several(name) for name in engines}, settings.trials, clock=clock)
+    times = interleaved_times({name: step(name) for name in engines}, settings.trials, clock=clock)
     certificates = {"sparse": engines["sparse"].manager.certificate()}
     if "generate" in engines:
         certificates["generate"] = cache.certificate()
     file = RowFile(settings.out / "serving.csv", SPEED)
     for name, own in times.items():
-        tokens = sorted(1e3 * requests * settings.steps / t for t in own)
+        tokens = sorted(1e3 * requests / t for t in own)
         row = {
             "model": Path(settings.model).name,
             "alpha": settings.alpha,
@@ -220,7 +219,7 @@ def speed(settings: Any) -> None:
             "tokens_per_second_80": round(tokens[-1 - len(tokens) // 5], 2),
             "ratio_to_sdpa": round(ratios(times["sdpa"], own).median, 3),
             "ratio_to_generate": round(ratios(times["generate"], own).median, 3) if "generate" in times else "",
-            "faults_per_step": round(statistics.median(faults[name][1:]) / settings.steps, 1),
+            "faults_per_step": round(statistics.median(faults[name][1:]), 1),
             "sketch_mib": 0.0,
             "cache_mib": round((1 if share else requests) * cache_bytes(plain, length) / 2**20, 1),
             "dtype": settings.dtype,
