@@ -130,14 +130,24 @@ class Tally:
         self.counted: Tensor | int = 0  # [3, H]: pairs, read and nonzero of the steps that read the sketch
         self.dense: Tensor | int = 0  # [H]
         self.last: collections.deque[Tensor] = collections.deque(maxlen=STEPS_KEPT)
+        self._unsummed: list[Tensor] = []
 
     def add(self, step: Tensor) -> None:
         """Count a step that read a sketch: pairs, read and nonzero, int64 ``[3, H]``; nonzero is -1 for dense heads."""
         self.steps += 1
-        dense = step[2] < 0
-        self.counted = step.masked_fill(dense, 0) + self.counted
-        self.dense = step[0].where(dense, 0) + self.dense
         self.last.append(step)
+        self._unsummed.append(step)
+        # Sums take several small operations, which every layer of every step would notice.
+        if len(self._unsummed) == STEPS_KEPT:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        if self._unsummed:
+            steps = torch.stack(self._unsummed)
+            dense = steps[:, 2:] < 0
+            self.counted = steps.masked_fill(dense, 0).sum(0) + self.counted
+            self.dense = steps[:, 0].where(dense[:, 0], 0).sum(0) + self.dense
+            self._unsummed.clear()
 
     def add_dense(self, why: str, pairs: Tensor) -> None:
         """Count a step that read every key, int64 ``[H]``."""
@@ -147,6 +157,7 @@ class Tally:
 
     def certificate(self, name: str, bits: list[int | None], sketch_bytes: int, cache_bytes: int) -> LayerCertificate:
         """Return the counts so far; ``bits`` are those of each key head."""
+        self._sum_up()
         heads = self.last[-1].shape[1] if self.last else 0
         nothing = torch.zeros(3, heads, dtype=torch.int64)
         last = torch.stack([step.cpu() for step in self.last]) if self.last else nothing[None][:0]
