@@ -24,7 +24,7 @@ import jiwer
 from accelerate.utils import send_to_device, set_seed
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
-from common.audio import Clip, Collator, load_speech, read_clips
+from common.audio import Clip, Collator, check_clips, load_speech, read_clips
 from common.folder import open_folder, write_lines
 from common.heads import head_statistics
 from common.results import END, columns, finish, name_of
@@ -91,9 +91,10 @@ def main(settings: Settings) -> None:
     )
     if settings.smoke:
         train, dev, tests = train[:4], dev[:2], [clips[:2] for clips in tests]
+    processor, model = load_speech(settings.model, settings.language)
+    check_clips([clip for clips in (train, dev, *tests) for clip in clips], processor, model)
     folder = open_folder(settings, "speech", FIELDS)
     set_seed(settings.seed)
-    processor, model = load_speech(settings.model, settings.language)
     model = make_sparse(model, settings)
     model.get_encoder().requires_grad_(not settings.freeze_encoder)
     collator = Collator(processor, model, settings.freeze_encoder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,11 @@ import torch
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_entmax.analysis.reading.speech import RATE, read_audio
+from hf_entmax.analysis.reading.speech import RATE, read_audio, sounds_of_data_set
 from hf_entmax.analysis.reading.tables import HUB, find, read_rows
+
+#: So many recordings that cannot be used are named.
+SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,10 @@ class Clip:
         Raises:
             FileNotFoundError, ValueError: as `read_audio`; if it is longer than ``longest`` seconds.
         """
-        samples = read_audio(self.source)
+        try:
+            samples = read_audio(self.source)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}" if isinstance(self.source, bytes) else str(error)) from error
         if longest is not None and len(samples) > longest * RATE:
             raise ValueError(
                 f"{self.name} is {len(samples) / RATE:.1f} seconds long, and the model hears {longest:g}: cut it where nobody speaks."
@@ -57,7 +62,9 @@ def read_clips(where: str, audio: str, text: str) -> list[Clip]:
         ValueError: for an empty text or a table that is not as it should be.
     """
     if where.startswith(HUB):
-        return list(_of_data_set(where, audio, text))
+        return [
+            Clip(name, sound, said) for name, sound, said, _ in sounds_of_data_set(where, audio, text, streaming=False)
+        ]
     folder = find(where).parent
     clips = [Clip(str(folder / name), folder / name, said) for name, said in read_rows(where, (audio, text))]
     if missing := [clip.source for clip in clips if not clip.source.is_file()]:
@@ -65,25 +72,6 @@ def read_clips(where: str, audio: str, text: str) -> list[Clip]:
             f"{where}: {len(missing)} of {len(clips)} sound files are not there, {missing[0]} among them."
         )
     return clips
-
-
-def _of_data_set(where: str, audio: str, text: str) -> Iterator[Clip]:
-    import datasets
-
-    name, at, split = where.removeprefix(HUB).partition("@")
-    name, _, config = name.partition("#")
-    if not (at and name and split):
-        raise ValueError(f"{where}: name a data set of the Hub as {HUB}OWNER/NAME[#CONFIG]@SPLIT.")
-    data = datasets.load_dataset(name, config or None, split=split)
-    if missing := {audio, text} - set(data.column_names):
-        raise ValueError(f"{where}: no column {', '.join(sorted(missing))}; it has {', '.join(data.column_names)}.")
-    # As it is stored: the sound is read here, whatever decoder datasets would ask for.
-    for place, row in enumerate(data.cast_column(audio, datasets.Audio(decode=False))):
-        label = f"{where}, record {place}"
-        if not row[text].strip():
-            raise ValueError(f"{label}: {text} is empty.")
-        sound = row[audio]["bytes"]
-        yield Clip(label, Path(row[audio]["path"]) if sound is None else sound, row[text].strip())
 
 
 def load_speech(name: str, language: str) -> tuple[Any, Any]:
@@ -94,6 +82,35 @@ def load_speech(name: str, language: str) -> tuple[Any, Any]:
         processor.tokenizer.set_prefix_tokens(language, "transcribe")
         model.generation_config.language, model.generation_config.task = language, "transcribe"
     return processor, model
+
+
+def check_clips(clips: list[Clip], processor: Any, model: Any) -> None:
+    """Say before training what would stop it later, or teach nothing: each recording is opened once.
+
+    Raises:
+        ValueError: if recordings cannot be read, are longer than the model hears at once or silent, or texts are longer than it
+            writes; the message names the first of them.
+    """
+    wrong = []
+    most = getattr(model.config, "max_target_positions", None)
+    for clip in clips:
+        try:
+            silent = not clip.read(seconds_heard(processor)).any()
+        except (FileNotFoundError, ValueError) as error:
+            wrong.append(str(error))
+            continue
+        if silent:
+            wrong.append(f"{clip.name} is silent: all of its samples are zero, and its text is {clip.text[:40]!r}")
+        elif most is not None and (size := len(processor.tokenizer(clip.text)["input_ids"])) > most:
+            wrong.append(f"{clip.name}: the text has {size} tokens, and the model writes {most}")
+    if wrong:
+        more = f"; {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ValueError(f"{len(wrong)} of {len(clips)} recordings cannot be used: {'; '.join(wrong[:SHOWN])}{more}.")
+
+
+def seconds_heard(processor: Any) -> float | None:
+    """Seconds that a model hears at once: Whisper 30 of whatever it is given, other models as much as there is (None)."""
+    return getattr(processor.feature_extractor, "chunk_length", None)
 
 
 class Collator:
@@ -109,8 +126,7 @@ class Collator:
     def __init__(self, processor: Any, model: Any, frozen: bool) -> None:
         self.extractor, self.pad = processor.feature_extractor, processor.tokenizer.pad
         self.encoder, self.start = model.get_encoder(), model.config.decoder_start_token_id
-        # Whisper hears 30 seconds of whatever it is given, other models as much as there is.
-        self.seconds = getattr(self.extractor, "chunk_length", None)
+        self.seconds = seconds_heard(processor)
         self.known: dict[str, torch.Tensor] | None = {} if frozen and self.seconds else None
 
     def __call__(self, clips: list[dict[str, Any]]) -> dict[str, Any]:

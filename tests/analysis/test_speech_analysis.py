@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import soundfile
@@ -80,6 +81,40 @@ def test_a_report_of_recordings(folder, tmp_path):
     assert statistics.importance["gradient"]["cross"].isfinite().all()
     page = Path(done.report).read_text(encoding="utf-8")
     assert "frames of 20 ms" in page and "words and the time they were said" in page
+
+
+def test_a_data_set_with_audio(folder, tmp_path):
+    rows = list(map(json.loads, (folder / "clips.jsonl").read_text().splitlines()))
+    table = datasets.Dataset.from_list(
+        [
+            {
+                "audio": {"bytes": (folder / row["audio"]).read_bytes(), "path": None},
+                "text": row["text"],
+                "words": [dict(zip(("word", "start", "end"), word, strict=True)) for word in row["words"]],
+            }
+            for row in rows
+        ]
+    )
+    (tmp_path / "set").mkdir()
+    table.cast_column("audio", datasets.Audio()).to_parquet(tmp_path / "set" / "test.parquet")
+    where = f"hub:{tmp_path / 'set'}@test"
+    assert names_sound(where)
+    found, known = read_speech(where), read_speech(folder / "clips.jsonl")
+    for one, other in zip(found, known, strict=True):
+        assert (one.source, one.words) == (other.source, other.words)
+        assert one.audio == other.audio.read_bytes()
+    assert len(read_speech(where, limit=1)) == 1
+    done = analyze(str(folder / "model"), where, out=tmp_path / "o", figures=False, device="cpu", num_examples=1)
+    same = analyze(str(folder / "model"), folder / "clips.jsonl", out=tmp_path / "p", figures=False, device="cpu")
+    assert not done.problems
+    for site, statistics in done.statistics[0].sites.items():
+        assert torch.equal(statistics.density(), same.statistics[0].sites[site].density())
+    with pytest.raises(ValueError, match="no column said; it has audio, text, words"):
+        read_speech(where, text="said")
+    with pytest.raises(FileNotFoundError, match="no data set that can be loaded"):
+        names_sound(f"hub:{tmp_path / 'none'}@test")
+    with pytest.raises(ValueError, match="OWNER/NAME"):
+        names_sound("hub:set")
 
 
 def test_what_cannot_be_heard_is_said(folder, tmp_path):

@@ -12,7 +12,7 @@ from tiny_speech import RATE, tiny_processor, tiny_whisper
 
 import hf_entmax
 import speech
-from common.audio import Collator, read_audio, read_clips
+from common.audio import Clip, Collator, check_clips, read_audio, read_clips
 from common.settings import parse
 
 
@@ -133,6 +133,9 @@ def test_sound_that_cannot_be_used_is_named(tmp_path):
     ):
         with pytest.raises(error, match=says):
             read_audio(tmp_path / name)
+    soundfile.write(tmp_path / "broken.wav", np.array([0.1, np.nan]), RATE, subtype="FLOAT")
+    with pytest.raises(ValueError, match="not finite"):
+        read_audio(tmp_path / "broken.wav")
     (tmp_path / "clips.tsv").write_text("audio\ttext\nlong.wav\tto be\n")
     (clip,) = read_clips(str(tmp_path / "clips.tsv"), "audio", "text")
     with pytest.raises(ValueError, match=r"long\.wav is 3\.0 seconds long, and the model hears 2"):
@@ -143,3 +146,24 @@ def test_sound_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "clips.tsv").write_text("audio\ttext\nlong.wav\t\n")
     with pytest.raises(ValueError, match="text is empty"):
         read_clips(str(tmp_path / "clips.tsv"), "audio", "text")
+
+
+def test_what_cannot_be_used_is_said_before_the_run_begins(data):
+    lines = ["audio\ttext"]
+    for name, samples, text in (
+        ("good", np.full(RATE, 0.1), "to be"),
+        ("long", np.full(3 * RATE, 0.1), "to be"),
+        ("silent", np.zeros(RATE), "to be"),
+        ("wordy", np.full(RATE, 0.1), "to be or not " * 40),
+    ):
+        soundfile.write(data / f"{name}.wav", samples, RATE)
+        lines.append(f"{name}.wav\t{text}")
+    (data / "text.wav").write_text("no sound")
+    (data / "bad.tsv").write_text("\n".join([*lines, "text.wav\tto be\n"]))
+    with pytest.raises(ValueError, match="4 of 15 recordings cannot be used") as found:
+        speech.main(parse(speech.Settings, "", command(data, dev=str(data / "bad.tsv"), smoke="false")))
+    for part in ("long.wav is 3.0 seconds", "silent.wav is silent", "wordy.wav: the text has", "text.wav is no sound"):
+        assert part in str(found.value)
+    assert "good.wav" not in str(found.value) and not (data / "run").exists()
+    with pytest.raises(ValueError, match="record 7: sound is no sound"):
+        check_clips([Clip("record 7", b"RIFF", "to be")], tiny_processor(), tiny_whisper())

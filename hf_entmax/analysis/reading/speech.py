@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from hf_entmax.analysis.reading import records
 from hf_entmax.analysis.reading.data import TextRecord
 from hf_entmax.analysis.reading.encode import Batch, Encoder
-from hf_entmax.analysis.reading.tables import find, read_rows
+from hf_entmax.analysis.reading.tables import HUB, find, read_rows
 from hf_entmax.batches.prepare import is_encoder_decoder
 from hf_entmax.integration.sound import frame_seconds
 
@@ -39,7 +40,7 @@ def read_audio(source: str | Path | bytes, rate: int = RATE) -> Any:
     Raises:
         FileNotFoundError: if there is no such file.
         ImportError: if the package soundfile is not installed, or SciPy, which sound of another rate needs.
-        ValueError: if it is no sound, or an empty one.
+        ValueError: if it is no sound, an empty one, or one with samples that are not finite.
     """
     try:
         import soundfile
@@ -58,6 +59,8 @@ def read_audio(source: str | Path | bytes, rate: int = RATE) -> Any:
     if not len(samples):
         raise ValueError(f"{name} holds no sound: it has no samples.")
     mono = samples.mean(1)
+    if not math.isfinite(mono.sum(dtype="float64")):
+        raise ValueError(f"{name} has samples that are not finite (NaN or infinity).")
     common = math.gcd(own, rate)
     return mono if own == rate else resample_poly(mono, rate // common, own // common).astype("float32")
 
@@ -67,16 +70,19 @@ class SpeechRecord(TextRecord):
     """A recording: ``source`` and ``target`` are what is said in it.
 
     Attributes:
-        audio: the sound file.
+        audio: the sound file, or its bytes.
         words: of what is said, each with its start and end in seconds, where they are known.
     """
 
-    audio: Path = field(default=Path(), kw_only=True)
+    audio: Path | bytes = field(default=Path(), kw_only=True, repr=False)
     words: tuple[tuple[str, float, float], ...] = field(default=(), kw_only=True)
 
 
 def names_sound(data: str | os.PathLike[str]) -> bool:
-    """Whether the columns or fields of a file name sound files: one is called ``audio``."""
+    """Whether the columns or fields of a file or of a data set hold sound: one is called ``audio``."""
+    if str(data).startswith(HUB):
+        _, first = next(_data_set(str(data), None), ("", {}))
+        return isinstance(first.get("audio"), Mapping)
     path = Path(data)
     if not path.is_file():
         return False
@@ -90,18 +96,72 @@ def names_sound(data: str | os.PathLike[str]) -> bool:
     return False
 
 
-def read_speech(data: str | os.PathLike[str], limit: int | None = None, text: str = "text") -> list[SpeechRecord]:
-    """Read a table, or JSON lines, with ``audio`` (a file beside it) and ``text``; JSON also with ``words`` and their times.
+def _data_set(where: str, audio: str | None, streaming: bool = True) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the records of a data set with what to call them; sound stays as it is stored, ``{"bytes": ..., "path": ...}``."""
+    import datasets
+
+    name, at, split = where.removeprefix(HUB).partition("@")
+    name, _, config = name.partition("#")
+    if not (at and name and split):
+        raise ValueError(f"{where}: name a data set of the Hub as {HUB}OWNER/NAME[#CONFIG]@SPLIT.")
+    try:
+        data = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+    except (FileNotFoundError, ConnectionError, OSError) as error:
+        raise FileNotFoundError(f"{where}: no data set that can be loaded ({error}).") from error
+    known = data.features or {}
+    sounds = [column for column, kind in known.items() if isinstance(kind, datasets.Audio)]
+    # Sound that is stored as plain bytes is told that it is sound, any other that it must not be decoded: `read_audio` does that.
+    for column in {*sounds, *([audio] if audio in known else [])}:
+        data = data.cast_column(column, datasets.Audio(decode=False))
+    for place, row in enumerate(data):
+        yield f"{where}, record {place}", row
+
+
+def sounds_of_data_set(
+    where: str, audio: str = "audio", text: str = "text", *, streaming: bool = True
+) -> Iterator[tuple[str, Path | bytes, str, Mapping[str, Any]]]:
+    """Yield the recordings of a data set: what to call one, its file or bytes, what is said, and the whole record.
 
     Args:
-        data: the file.
+        where: ``hub:OWNER/NAME[#CONFIG]@SPLIT``, or a folder that ``datasets`` can load in the place of ``OWNER/NAME``.
+        audio: column of the sound.
+        text: column of what is said.
+        streaming: keep no copy of the data set.
+
+    Raises:
+        FileNotFoundError: if it cannot be loaded.
+        ValueError: if ``where`` names no split, a column is missing or holds no sound, or a text is empty.
+    """
+    for label, row in _data_set(where, audio, streaming):
+        if missing := {audio, text} - set(row):
+            raise ValueError(f"{where}: no column {', '.join(sorted(missing))}; it has {', '.join(row)}.")
+        sound, said = row[audio], row[text]
+        if not isinstance(sound, Mapping) or (sound.get("bytes") is None and not sound.get("path")):
+            raise ValueError(f"{label}: {audio} holds no sound, but {type(sound).__name__}.")
+        if not isinstance(said, str) or not said.strip():
+            raise ValueError(f"{label}: {text} is empty.")
+        yield label, Path(sound["path"]) if sound.get("bytes") is None else sound["bytes"], said.strip(), row
+
+
+def read_speech(data: str | os.PathLike[str], limit: int | None = None, text: str = "text") -> list[SpeechRecord]:
+    """Read recordings with what is said in them, and where they are known the times of the words.
+
+    Args:
+        data: a table, or JSON lines, with ``audio`` (a file beside it) and ``text``, JSON also with ``words``; or a data set
+            with such columns, as `sounds_of_data_set` takes it. A word is ``[word, start, end]`` or an object with these names.
         limit: largest number of recordings.
         text: column of what is said.
 
     Raises:
-        FileNotFoundError: if a sound file is not there.
-        ValueError: as `hf_entmax.analysis.reading.tables.read_rows`; if a word has no times.
+        FileNotFoundError: if a sound file or data set is not there.
+        ValueError: as `hf_entmax.analysis.reading.tables.read_rows` and `sounds_of_data_set`; if a word has no times.
     """
+    if str(data).startswith(HUB):
+        rows_of = itertools.islice(sounds_of_data_set(str(data), text=text), limit)
+        return [
+            SpeechRecord(said, said, audio=sound, words=_times(row.get("words") or (), label))
+            for label, sound, said, row in rows_of
+        ]
     path = find(str(data))
     rows = read_rows(str(data), ("audio", text))[:limit]
     timed: list[Any] = [()] * len(rows)
@@ -109,14 +169,19 @@ def read_speech(data: str | os.PathLike[str], limit: int | None = None, text: st
         timed = [record.get("words", ()) for _, record in records.json_records(path)][:limit]
     found = []
     for (name, said), words in zip(rows, timed, strict=True):
-        try:
-            times = tuple((str(word), float(start), float(end)) for word, start, end in words)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: words of {name} must be [word, start, end], with seconds ({error}).") from error
+        times = _times(words, f"{path}: words of {name}")
         if not (path.parent / name).is_file():
             raise FileNotFoundError(f"{path}: there is no audio file {path.parent / name}.")
         found.append(SpeechRecord(said, said, audio=path.parent / name, words=times))
     return found
+
+
+def _times(words: Any, label: str) -> tuple[tuple[str, float, float], ...]:
+    try:
+        rows = [(w["word"], w["start"], w["end"]) if isinstance(w, Mapping) else w for w in words]
+        return tuple((str(word), float(start), float(end)) for word, start, end in rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{label} must be [word, start, end], with seconds ({error!r}).") from error
 
 
 def feature_extractor(model: Any) -> Any:
