@@ -3,12 +3,13 @@
     apt-get install festival festvox-us-slt-hts flite espeak-ng
     python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/train.en.gz data/train --clips 200 --seed 1
     python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/test_2016_flickr.en.gz data/test --clips 40 --seed 2 --voices festival
-    python -m recipes.lab.spoken_text textgrids recordings data/real
+    python -m recipes.lab.spoken_text textgrids recordings data/real --texts recipes/data/recordings.tsv
 
 ``speak`` has each clip spoken by one voice: a few lines of the text, at a speed of its own, half of the clips with white noise. Festival
-says when each word begins and ends. ``textgrids`` reads wav or flac files beside TextGrids with a tier ``words``, or beside a
-``.lab`` with the words alone. Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file beside it), ``text``, ``voice`` and,
-where they are known, ``words``: lists of a word, its start and its end in seconds.
+says when each word begins and ends. ``textgrids`` reads wav or flac files beside TextGrids with a tier ``words``, or beside a ``.lab``
+with the words alone, or with lines in ``--texts`` (columns ``file``, ``start``, ``end``, ``text``: seconds to cut out, what is said in
+them; ``recordings.tsv`` has those of the guide to speech). Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file
+beside it), ``text``, ``voice`` and, where they are known, ``words``: lists of a word, its start and its end in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 import soundfile
 
 from common.audio import RATE, read_audio
-from hf_entmax.analysis.reading.tables import find, read_lines
+from hf_entmax.analysis.reading.tables import find, read_lines, read_rows
 
 FESTIVAL = """(voice_cmu_us_slt_arctic_hts)
 (set! spoken (utt.synth (Utterance Text {text})))
@@ -106,14 +107,20 @@ def spoken_clips(settings: argparse.Namespace) -> Any:
 
 def recorded_clips(settings: argparse.Namespace) -> Any:
     """The clips of ``textgrids``."""
+    rows = read_rows(str(settings.texts), ("file", "start", "end", "text")) if settings.texts else []
     for path in sorted(p for p in settings.folder.iterdir() if p.suffix in (".wav", ".flac")):
         grid, lab = path.with_suffix(".TextGrid"), path.with_suffix(".lab")
         words = read_textgrid(grid) if grid.exists() else []
-        if not words and not lab.exists():
+        parts = [(float(start), float(end), text) for name, start, end, text in rows if name == path.name]
+        samples = read_audio(path)
+        if not parts and (words or lab.exists()):
+            text = lab.read_text(encoding="utf-8").strip() if lab.exists() else " ".join(word for word, *_ in words)
+            parts = [(0.0, len(samples) / RATE, text)]
+        if not parts:
             print(f"{path}: left out, its words are not known")
-            continue
-        text = lab.read_text(encoding="utf-8").strip() if lab.exists() else " ".join(word for word, *_ in words)
-        yield read_audio(path), text, "recording", words
+        for start, end, text in parts:
+            inside = [(word, a - start, b - start) for word, a, b in words if start <= a and b <= end]
+            yield samples[round(start * RATE) : round(end * RATE)], text, "recording", inside
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -129,6 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     grids = commands.add_parser("textgrids", help="recordings with TextGrids or transcripts beside them")
     grids.add_argument("folder", type=Path)
     grids.add_argument("out", type=Path)
+    grids.add_argument("--texts", type=Path, help="table of parts of recordings and what is said in them")
     settings = parser.parse_args(arguments)
     settings.out.mkdir(parents=True, exist_ok=True)
     seconds = 0.0

@@ -60,6 +60,16 @@ def test_recordings_with_textgrids_and_with_transcripts(tmp_path, capsys):
     assert [row["text"] for row in rows] == ["to be", "to be", "or not"]
     assert rows[0]["words"] == rows[1]["words"] == [["to", 0.5, 0.75], ["be", 0.75, 1.5]] and "words" not in rows[2]
     assert "unknown.wav: left out" in capsys.readouterr().out
+    table = tmp_path / "texts.tsv"
+    table.write_text(
+        "file\tstart\tend\ttext\nlong.wav\t0.4\t1\tto\nunknown.wav\t0\t0.5\tthat\nunknown.wav\t0.5\t1.5\tis\n"
+    )
+    spoken_text.main(["textgrids", str(tmp_path), str(tmp_path / "cut"), "--texts", str(table)])
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "manifest.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["to", "to be", "or not", "that", "is"]
+    assert rows[0]["words"] == [["to", 0.1, 0.35]]  # what is cut in two is no word of the part
+    sizes = [soundfile.info(tmp_path / "cut" / row["audio"]).frames for row in rows]
+    assert sizes == [9600, 24_000, 24_000, 8000, 16_000]
 
 
 @pytest.mark.skipif(shutil.which("festival") is None, reason="festival is not installed")
