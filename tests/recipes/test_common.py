@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import gzip
 import importlib
 import json
 import math
@@ -10,14 +9,12 @@ import multiprocessing
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 
 from common.batches import evenly
 from common.results import name_of, strict_json
 from common.row_file import Results, command
 from common.settings import RunSettings, option, parse
-from hf_entmax.analysis.reading import tables as data
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -123,161 +120,23 @@ class TestSettings:
             parse(recipe.Settings, recipe.__doc__, ["--config", str(path), "--out", "x", *model])
 
 
-class TestData:
-    def write(self, tmp_path, name, raw):
-        path = tmp_path / name
-        raw = raw if isinstance(raw, bytes) else raw.encode()
-        path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-        return str(path)
+def test_names_of_data():
+    names = {
+        "hub:bentrevett/multi30k@train": "bentrevett/multi30k",
+        "hub:nyu-mll/glue#sst2@train": "nyu-mll/glue",
+        "mt/multi30k_task1_raw/train.{lang}.gz": "multi30k_task1_raw",
+        "morph/typology12/{language}/{split}.tsv.gz": "typology12",
+        "train.tsv.gz": "train",
+        "/data/wiki/all.tsv": "wiki",
+    }
+    assert {where: name_of(where) for where in names} == names
 
-    def test_tables_with_and_without_a_header(self, tmp_path):
-        wanted = [("a b", "1"), ('"c', "2")]
-        assert data.read_rows(self.write(tmp_path, "a.tsv", 'a b\t1\n"c\t2\n'), ("text", "label")) == wanted
-        header = 'label\tother\ttext\n1\tx\t a b \n2\ty\t"c\n'
-        assert data.read_rows(self.write(tmp_path, "b.tsv.gz", header), ("text", "label")) == wanted
-        assert data.read_rows(self.write(tmp_path, "c.csv", 'text,label\n"a, b",1\r\n'), ("text", "label")) == [
-            ("a, b", "1")
-        ]
-        # Numbers name columns of a table without a header; a mark at the beginning of the file is none of its text.
-        assert data.read_rows(self.write(tmp_path, "d.tsv", b"\xef\xbb\xbfx\ty\tz\n"), ("2", "0")) == [("z", "x")]
 
-    def test_columns_are_taken_in_order_only_where_there_are_as_many(self, tmp_path, capsys):
-        path = self.write(tmp_path, "a.tsv", "7\tgood\tpos\n")
-        with pytest.raises(ValueError, match=r"a\.tsv:1: 3 column\(s\) .*expected text, label.*give their numbers"):
-            data.read_rows(path, ("text", "label"))
-        with pytest.raises(ValueError, match=r"there is no column 3"):
-            data.read_rows(path, ("1", "3"))
-        assert data.read_rows(path, ("1", "2")) == [("good", "pos")]
-        assert capsys.readouterr().err == ""
-        assert data.read_rows(path, ("number", "text", "label")) == [("7", "good", "pos")]
-        assert "no header; the columns in order are number '7', text 'good', label 'pos'" in capsys.readouterr().err
-
-    def test_quoted_fields_may_go_over_several_lines(self, tmp_path):
-        text = 'label,text\n1,"good film"\n0,"bad film\nslow, long"\n1,ok\n'
-        rows = [("good film", "1"), ("bad film\nslow, long", "0"), ("ok", "1")]
-        assert data.read_rows(self.write(tmp_path, "a.csv", text), ("text", "label")) == rows
-        for tail, message in (
-            ('1,"open\n', r"a\.csv:6: not valid CSV"),
-            ("1\n", r"a\.csv:6: 1 column\(s\), the first line has 2"),
-            ("\n", r"a\.csv:6: the line is empty"),
-            ('0,"x"y\n', r"a\.csv:6: not valid CSV"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                data.read_rows(self.write(tmp_path, "a.csv", text + tail), ("text", "label"))
-
-    def test_long_fields_and_stray_returns_of_a_tsv_file_are_text(self, tmp_path):
-        long = "x" * 200_000
-        assert data.read_rows(self.write(tmp_path, "a.tsv", f"{long}\ta\rb\n"), ("x", "y")) == [(long, "a\rb")]
-
-    def test_running_text_keeps_its_blank_lines(self, tmp_path):
-        lines = self.write(tmp_path, "a.jsonl", '{"text": "a"}\n{"text": ""}\n{"text": null}\n{"text": "b"}\n')
-        assert data.read_text(lines) == ["a", "", "", "b"]
-        assert data.read_text(self.write(tmp_path, "a.tsv", "text\na\n\nb\n")) == ["a", "", "b"]
-        with pytest.raises(ValueError, match="nothing in it"):
-            data.read_text(self.write(tmp_path, "b.jsonl", '{"text": ""}\n'))
-
-    def test_names_of_data(self):
-        names = {
-            "hub:bentrevett/multi30k@train": "bentrevett/multi30k",
-            "hub:nyu-mll/glue#sst2@train": "nyu-mll/glue",
-            "mt/multi30k_task1_raw/train.{lang}.gz": "multi30k_task1_raw",
-            "morph/typology12/{language}/{split}.tsv.gz": "typology12",
-            "train.tsv.gz": "train",
-            "/data/wiki/all.tsv": "wiki",
-        }
-        assert {where: name_of(where) for where in names} == names
-
-    def test_evenly(self):
-        assert evenly(range(10), 4) == [0, 2, 5, 7]
-        assert evenly("abc", 5) == ["a", "b", "c"] and evenly([], 3) == []
-        # 58 sorted groups of 1,000: none may be missing.
-        assert {place // 1000 for place in evenly(range(58_000), 10_000)} == set(range(58))
-
-    def test_json_lines(self, tmp_path):
-        path = self.write(tmp_path, "a.jsonl", '{"source": ["One.", " Two."], "target": ["x", "y"], "n": 3}\n')
-        assert data.read_rows(path, ("source", "n")) == [("One. Two.", "3")]
-        assert data.read_lists(path, ("source", "target")) == [(["One.", "Two."], ["x", "y"])]
-        pairs = self.write(tmp_path, "b.jsonl", '{"translation": {"de": "ja", "en": "yes"}}\n')
-        assert data.read_pairs(pairs, "de", "en") == [("ja", "yes")]
-
-    @pytest.mark.parametrize(
-        ("name", "raw", "message"),
-        [
-            ("a.tsv", "only one\n", r"a\.tsv:1: 1 column\(s\) \['only one'\]; expected text, label"),
-            ("a.tsv", "label\tother\n1\ta\n", r"a\.tsv:1: no column text; it has label, other"),
-            ("a.tsv", "a\tb\nc\n", r"a\.tsv:2: 1 column\(s\), the first line has 2"),
-            ("a.tsv", "a\tb\nc\td\te\n", r"a\.tsv:2: 3 column\(s\), the first line has 2"),
-            ("a.tsv", "text\tlabel\na\tb\n\nc\td\n", r"a\.tsv:3: the line is empty"),
-            ("a.tsv.gz", "a\tb\nc\t \n", r"a\.tsv\.gz:2: label is empty"),
-            ("a.tsv", b"a\tb\nc\t\xff\n", r"a\.tsv:2: not UTF-8"),
-            ("a.tsv", "", r"a\.tsv: there is nothing in it"),
-            ("a.tsv", "text\tlabel\n", r"a\.tsv: there is nothing in it"),
-            ("a.csv", "a\tb\n", r"a\.csv:1: 1 column\(s\)"),
-            ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "a"}\n', r"a\.jsonl:2: no label; it has text"),
-            ("a.jsonl", '{"text": "a", "label": ""}\n', r"a\.jsonl:1: label is empty"),
-            ("a.jsonl", '{"text": "a", "label": null}\n', r"a\.jsonl:1: label is empty"),
-            ("a.jsonl", '{"text": [], "label": 1}\n', r"a\.jsonl:1: text is empty"),
-            ("a.jsonl", '{"text": "a", "label": 1}\n\n', r"a\.jsonl:2: not valid JSON"),
-            ("a.jsonl", "[1]\n", r"a\.jsonl:1: expected an object with text, label, found list"),
-            ("a.doc", "x", r"a\.doc: this kind of file has no columns"),
-        ],
-    )
-    def test_bad_files_are_named_with_their_line(self, tmp_path, name, raw, message):
-        with pytest.raises(ValueError, match=message):
-            data.read_rows(self.write(tmp_path, name, raw), ("text", "label"))
-
-    def test_one_rule_about_headers(self, tmp_path):
-        # Names in another case are names; usual names that are not those asked for are a header too, not a first row.
-        assert data.read_rows(self.write(tmp_path, "a.tsv", "Text\tLABEL\na\t1\n"), ("text", "label")) == [("a", "1")]
-        usual = self.write(tmp_path, "b.tsv", "sentence\tsource\ncat\tword\n")
-        with pytest.raises(ValueError, match=r"b\.tsv:1: no column text, label; it has sentence, source"):
-            data.read_rows(usual, ("text", "label"))
-        assert data.read_rows(usual, ("0", "1")) == [("cat", "word")]
-        # One usual name may be a word of the text.
-        assert data.read_rows(self.write(tmp_path, "c.tsv", "word\tWort\n"), ("en", "de")) == [("word", "Wort")]
-
-    def test_a_header_of_other_names_is_seen_in_several_files(self, tmp_path):
-        body = [f"word {i}\tWort {i}\n" for i in range(30)]
-        train = self.write(tmp_path, "train.tsv", "English\tGerman\n" + "".join(body))
-        dev = self.write(tmp_path, "dev.tsv", "English\tGerman\n" + "".join(reversed(body)))
-        wheres = {"train": train, "dev": dev, "test": dev}
-        with pytest.raises(ValueError, match=r"both begin with English / German.*Name its columns instead of en, de"):
-            data.read_splits(wheres, ("en", "de"))
-        assert len(data.read_splits(wheres, ("English", "German"))["test"]) == 30
-        assert len(data.read_splits(wheres, ("0", "1"))["train"]) == 31  # by number nothing is guessed
-        for path in (train, dev):  # a first row that comes again is text
-            Path(path).write_text(Path(path).read_text() + "English\tGerman\n")
-        assert len(data.read_splits(wheres, ("en", "de"))["dev"]) == 32
-
-    def test_data_sets_on_disk(self, tmp_path):
-        path = self.write(tmp_path, "train.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n')
-        wanted = [("a", "1"), ("b", "0")]
-        assert data.read_rows(f"hub:{Path(path).parent}@train", ("text", "label")) == wanted
-        datasets.Dataset.from_list([{"text": "a", "label": 1}, {"text": "b", "label": 0}]).to_parquet(
-            tmp_path / "p.parquet"
-        )
-        assert data.read_rows(str(tmp_path / "p.parquet"), ("text", "label")) == wanted
-
-    def test_parallel_files(self, tmp_path):
-        self.write(tmp_path, "p.de", "ja\nnein\n")
-        self.write(tmp_path, "p.en", "yes\nno\n")
-        where = str(tmp_path / "p.{lang}")
-        assert data.read_pairs(where, "de", "en") == [("ja", "yes"), ("nein", "no")]
-        self.write(tmp_path, "p.en", "yes\n\nno\n")
-        with pytest.raises(ValueError, match=r"p\.en:2: the line is empty"):
-            data.read_pairs(where, "de", "en")
-        self.write(tmp_path, "p.en", "yes\n")
-        with pytest.raises(ValueError, match=r"p\.de has 2 lines and .*p\.en 1; they must be parallel"):
-            data.read_pairs(where, "de", "en")
-
-    def test_where_files_are_looked_for(self, tmp_path, monkeypatch):
-        path = self.write(tmp_path, "a.tsv", "a\tb\n")
-        monkeypatch.setenv("HF_ENTMAX_DATA", str(tmp_path))
-        assert data.find("a.tsv") == Path(path)
-        with pytest.raises(FileNotFoundError, match=r"there is no b\.tsv or .*b\.tsv\..*HF_ENTMAX_DATA"):
-            data.find("b.tsv")
-        with pytest.raises(ValueError, match=r"hub:OWNER/NAME\[#CONFIG\]@SPLIT"):
-            data.read_rows("hub:somebody/something", ("text",))
+def test_evenly():
+    assert evenly(range(10), 4) == [0, 2, 5, 7]
+    assert evenly("abc", 5) == ["a", "b", "c"] and evenly([], 3) == []
+    # 58 sorted groups of 1,000: none may be missing.
+    assert {place // 1000 for place in evenly(range(58_000), 10_000)} == set(range(58))
 
 
 class TestResults:
