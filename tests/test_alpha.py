@@ -8,7 +8,7 @@ import torch
 import hf_entmax
 from hf_entmax.alpha import LearnedAlpha, TiedAlpha
 from hf_entmax.generation.processor import EntmaxLogitsProcessor
-from hf_entmax.training.schedules import AlphaSchedule
+from hf_entmax.training import AlphaSchedule
 
 
 @pytest.mark.parametrize("bounds", [(1.0, 2.0), (1.0, 3.0), (1.5, 1.75)])

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_entmax.generation.drawing import STYLE, labeller, new_figure, percent
 from hf_entmax.generation.members import Ensemble, as_inputs, as_models, number_of_inputs, with_one_input
+from hf_entmax.generation.tree import STYLE, labeller, new_figure, percent
 
 
 @dataclasses.dataclass

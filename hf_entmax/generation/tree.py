@@ -1,18 +1,22 @@
-"""The tree of hypotheses that a search found, as text, HTML or a figure."""
+"""The tree of hypotheses that a search found, as text, HTML or a figure; and what other drawings of hypotheses share with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_entmax.generation.drawing import STYLE, labeller, new_figure, percent
 from hf_entmax.generation.results import SearchResult
 
 #: Tokens and probability of a hypothesis, and whether it ended by itself.
 Entry = tuple[list[int], float, bool]
+#: Of what is drawn in HTML.
+STYLE = (
+    "font-family:ui-monospace,monospace;font-size:14px;line-height:1.5;color:#1a1a1a;background:#fff;padding:8px;"
+    "overflow-x:auto"
+)
 
 
 @dataclasses.dataclass
@@ -166,3 +170,44 @@ def _draw(axis: Any, node: TreeNode, left: float, rows: Iterator[int], ends: lis
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
     return height
+
+
+def labeller(tokenizer: Any) -> Callable[[int], str]:
+    """Turn a token id into text: by a tokenizer, by a function, or as a number.
+
+    Raises:
+        TypeError: if ``tokenizer`` is none of these.
+    """
+    if tokenizer is None:
+        return str
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        return lambda token: str(tokenizer.convert_ids_to_tokens(token))
+    if callable(tokenizer):
+        return lambda token: str(tokenizer(token))
+    raise TypeError(
+        f"tokenizer must be a tokenizer, a function from token ids to text, or None, not {type(tokenizer).__name__}."
+    )
+
+
+def percent(probability: float) -> str:
+    """``0.664`` as ``66.4 %``, and never rounded to a certainty that is none."""
+    if 0.9995 <= probability < 1.0:
+        return ">99.9 %"
+    if 0.0 < probability < 0.0005:
+        return "<0.1 %"
+    return f"{100 * probability:.1f} %"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure with one axis that draws nothing by itself.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "hf_entmax[figures]"') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.add_subplot().set_axis_off()
+    return figure

@@ -1,7 +1,12 @@
 """Training patched models: parameter groups, callbacks, calibration, schedules, losses, distillation, density targets."""
 
 from hf_entmax.training.calibration import Calibration, calibrate_alphas
-from hf_entmax.training.callbacks import AlphaLoggingCallback, AlphaScheduleCallback
+from hf_entmax.training.callbacks import (
+    AlphaLoggingCallback,
+    AlphaSchedule,
+    AlphaScheduleCallback,
+    SmoothedEntmaxLoss,
+)
 from hf_entmax.training.conversion import ConversionCallback
 from hf_entmax.training.density import DensityTarget, LossBudget, attention_density, soft_density
 from hf_entmax.training.distillation import (
@@ -11,9 +16,7 @@ from hf_entmax.training.distillation import (
     record_attention,
 )
 from hf_entmax.training.loss_budget import LossBudgetCallback
-from hf_entmax.training.losses import SmoothedEntmaxLoss
 from hf_entmax.training.parameters import alpha_parameter_groups
-from hf_entmax.training.schedules import AlphaSchedule
 from hf_entmax.training.sparsify import SparsityReport, sparsify
 
 __all__ = [

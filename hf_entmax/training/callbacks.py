@@ -1,19 +1,24 @@
-"""Callbacks for the Trainer: write down what alpha and density do, and move alpha on a schedule."""
+"""What the Trainer is given: callbacks that write down alpha and density or move alpha on a schedule, and a smoothed loss."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from hf_entmax.config import check_alpha
 from hf_entmax.integration.discovery import unwrapped
 from hf_entmax.integration.head_numbers import alphas, set_alphas
 from hf_entmax.integration.patching import entmax_config, is_patched
-from hf_entmax.training.schedules import AlphaSchedule
+from hf_entmax.losses import entmax_loss
+
+SHAPES = ("linear", "cosine")
 
 
 class AlphaLoggingCallback(TrainerCallback):
@@ -121,6 +126,45 @@ class AlphaLoggingCallback(TrainerCallback):
         return Path(str(args.output_dir)) / str(self.log_file)
 
 
+class AlphaSchedule:
+    r"""Alpha on its way from ``start`` to ``end`` over the first part of training.
+
+        alpha(s) = start + (end - start) * shape(min(1, s / over)),     s: share of training done, in [0, 1]
+
+    Args:
+        start: alpha at the beginning, >= 1.
+        end: alpha from the share ``over`` on, >= 1.
+        over: share of training over which alpha moves, in (0, 1].
+        shape: ``"linear"``, ``"cosine"`` (``0.5 - 0.5 cos(pi x)``) or a function from [0, 1] to [0, 1].
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self, start: float, end: float, over: float = 0.5, shape: str | Callable[[float], float] = "linear"
+    ) -> None:
+        if not 0.0 < over <= 1.0:
+            raise ValueError(f"over={over!r} is not allowed: give a share of training in (0, 1].")
+        if not callable(shape) and shape not in SHAPES:
+            raise ValueError(f"shape={shape!r} is not allowed: choose 'linear', 'cosine' or give a function.")
+        self.start, self.end = check_alpha(start, "start"), check_alpha(end, "end")
+        self.over, self.shape = float(over), shape
+
+    def __call__(self, share: float) -> float:
+        """Alpha when ``share`` of training, in [0, 1], is done."""
+        done = min(1.0, share / self.over)
+        if callable(self.shape):
+            done = self.shape(done)
+        elif self.shape == "cosine":
+            done = 0.5 - 0.5 * math.cos(math.pi * done)
+        return self.start + (self.end - self.start) * done
+
+    def arrived(self, share: float) -> bool:
+        """Whether alpha moves no more: learned alphas are free from here on."""
+        return share >= self.over
+
+
 class AlphaScheduleCallback(TrainerCallback):
     r"""Moves alpha from ``start`` to ``end`` over the first part of training, then holds it (or lets it learn).
 
@@ -175,6 +219,38 @@ class AlphaScheduleCallback(TrainerCallback):
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha != "learned" and self.schedule.arrived(state.global_step / state.max_steps):
             set_alphas(model, self.value(state.max_steps, state.max_steps))
+
+
+class SmoothedEntmaxLoss:
+    r"""Entmax loss with label smoothing in Fenchel-Young form.
+
+    ``L = (p - q) . z + H(p) - H(q)`` with ``q = (1 - s) e_y + s / V`` (maths of Blondel et al. 2019, sec. 3). It stands
+    in for ``TrainingArguments(label_smoothing_factor=s)``, which is a smoothed cross-entropy.
+
+    Args:
+        alpha: >= 1; the model's ``output_alpha``.
+        label_smoothing: share ``s`` of the mass spread over the vocabulary, in [0, 1).
+        shift: predict token t + 1 from position t (causal language models).
+    """
+
+    #: Tells the Trainer's hook that this stands in for ``output_alpha`` on purpose.
+    replaces_output_loss = True
+
+    def __init__(self, alpha: float = 1.5, label_smoothing: float = 0.1, *, shift: bool = False) -> None:
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing={label_smoothing!r} is not allowed: give a number in [0, 1).")
+        self.alpha = check_alpha(alpha)
+        self.label_smoothing = label_smoothing
+        self.shift = shift
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The loss of a batch: mean over its labels, or sum over ``num_items_in_batch`` where the Trainer gives that."""
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+        if self.shift:
+            labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = entmax_loss(logits, labels, self.alpha, reduction=reduction, label_smoothing=self.label_smoothing)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:

@@ -18,10 +18,10 @@ from hf_entmax.analysis.plots.heads import (
     distance_profile,
     head_importance,
     head_roles,
+    over_training,
     positional_heads,
 )
 from hf_entmax.analysis.plots.speech import word_times
-from hf_entmax.analysis.plots.training import over_training
 
 __all__ = [
     "alpha_against_density", "alpha_histograms", "alpha_per_head", "alpha_trajectories", "attention_map",
