@@ -109,14 +109,14 @@ def test_ctrl_c_leaves_a_report_of_what_was_measured(folder, tmp_path, monkeypat
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    analysis = sys.modules["hf_entmax.analysis.analyze"]
+    analysis, model_run = (sys.modules[f"hf_entmax.analysis.{name}"] for name in ("analyze", "collecting.model_run"))
     if place == "in the text":
-        real = analysis.collect
+        real = model_run.collect
         monkeypatch.setattr(
-            analysis, "collect", lambda model, batches, **options: real(model, _first_then(batches, stop), **options)
+            model_run, "collect", lambda model, batches, **options: real(model, _first_then(batches, stop), **options)
         )
     elif place == "in the importance":
-        monkeypatch.setattr(analysis, "head_importance", stop)
+        monkeypatch.setattr(model_run, "head_importance", stop)
     else:
         real = analysis._load
         monkeypatch.setattr(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_entmax.quickstart import data
-from hf_entmax.quickstart.workflow import accuracy
+from hf_entmax.quickstart.measures import accuracy
 
 
 @pytest.fixture(scope="module")

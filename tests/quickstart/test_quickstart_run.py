@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM
 
 import hf_entmax
-from hf_entmax.quickstart import data, run, workflow
+from hf_entmax.quickstart import data, measures, run
 from hf_entmax.quickstart.models import check_reload, learning_rate, pretrained_bart, small_bart, train
 
 
@@ -203,6 +203,6 @@ def test_the_small_model_of_the_package_answers_verbs_that_it_has_not_seen() -> 
     model = pretrained_bart(tokenizer)
     assert not hf_entmax.is_patched(model) and sum(p.numel() for p in model.parameters()) < 300_000
     asked = [q for q in data.questions(unknown, known) if q.groups[0] == "regular"][:100]
-    found = workflow.accuracy(workflow.answers(model, tokenizer, asked, Console(file=io.StringIO())))["regular"]
+    found = measures.accuracy(measures.answers(model, tokenizer, asked, Console(file=io.StringIO())))["regular"]
     # Right answers to 96 % of all regular questions were counted when it was made: chance would be 0.
     assert found["total"] == 100 and found["right"] > 80
