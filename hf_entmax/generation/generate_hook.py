@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from hf_entmax.generation.processor import EntmaxLogitsProcessor
 from hf_entmax.generation.serving import hooks
-from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.config_hook import CONFIG_KEY, wrap_methods
 
 #: ``generate(cache_implementation=...)``, or the same field of a generation configuration, for `ExactSparseCache`.
 CACHE_IMPLEMENTATION = "exact_sparse"
 
 
 def install() -> None:
-    """Hook ``GenerationMixin._get_logits_processor``, ``_prepare_cache_for_generation`` and ``init_continuous_batching``.
-
-    Raises:
-        ImportError: if this version of Transformers has it with other parameters.
-    """
+    """Hook ``GenerationMixin._get_logits_processor``, ``_prepare_cache_for_generation`` and ``init_continuous_batching``."""
     from transformers.generation import configuration_utils
     from transformers.generation.utils import GenerationMixin
 
-    if getattr(GenerationMixin, "_hf_entmax_hooked", False):
-        return
-    require(GenerationMixin, "_get_logits_processor", ["self", "generation_config"])
-    require(GenerationMixin, "init_continuous_batching", ["self", "generation_config"])
-    hooks.install()
-    require(GenerationMixin, "_prepare_cache_for_generation", ["self", "generation_config", "model_kwargs"])
-    names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
-    original = GenerationMixin._get_logits_processor  # type: ignore[attr-defined]
+    given = ["self", "generation_config"]
+    hooked = wrap_methods(
+        [
+            (GenerationMixin, "_get_logits_processor", given, _get_logits_processor),
+            (GenerationMixin, "init_continuous_batching", given, _init_continuous_batching),
+            (GenerationMixin, "_prepare_cache_for_generation", [*given, "model_kwargs"], _prepare_cache),
+        ]
+    )
+    if hooked:
+        hooks.install()
+        names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*names, CACHE_IMPLEMENTATION)
 
-    @functools.wraps(original)
+
+def _get_logits_processor(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
         processors = original(self, *args, **kwargs)
         entmax = getattr(self.config, CONFIG_KEY, None)
@@ -48,9 +49,10 @@ def install() -> None:
             processors.insert(_place(processors), EntmaxLogitsProcessor(alpha))
         return processors
 
-    prepare = GenerationMixin._prepare_cache_for_generation  # type: ignore[attr-defined]
+    return get_logits_processor
 
-    @functools.wraps(prepare)
+
+def _prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -66,24 +68,22 @@ def install() -> None:
             generation_config.cache_implementation = generation_config.cache_config = None
         if asked and given is None:
             return None
-        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+        return original(self, generation_config, model_kwargs, *args, **kwargs)
 
-    batching = GenerationMixin.init_continuous_batching  # type: ignore[attr-defined]
+    return prepare_cache_for_generation
 
-    @functools.wraps(batching)
+
+def _init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hooks.patched_anywhere(self):
-            return batching(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         hooks.refuse_engine(self)
-        manager = batching(self, *args, **kwargs)
+        manager = original(self, *args, **kwargs)
         hooks.check_manager(manager)
-        manager.certificate = functools.partial(hooks.certificate_of, manager)  # type: ignore[attr-defined]
+        manager.certificate = functools.partial(hooks.certificate_of, manager)
         return manager
 
-    GenerationMixin._get_logits_processor = get_logits_processor  # type: ignore[attr-defined]
-    GenerationMixin.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
-    GenerationMixin._prepare_cache_for_generation = prepare_cache_for_generation  # type: ignore[attr-defined]
-    GenerationMixin._hf_entmax_hooked = True  # type: ignore[attr-defined]
+    return init_continuous_batching
 
 
 def _new_cache(model: Any, generation_config: Any) -> Any:

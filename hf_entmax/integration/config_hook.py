@@ -35,10 +35,14 @@ import functools
 import inspect
 import json
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
+
+#: From a method to what takes its place.
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CONFIG_KEY = "entmax_config"
 #: Where `hf_entmax.calibrate_alphas` leaves what it found.
@@ -55,22 +59,45 @@ FILE_MARK = "sparse attention: pip install hf_entmax, and import hf_entmax befor
 
 
 def install() -> None:
-    """Hook how ``PreTrainedConfig`` is turned into a dict, written to a file and read from one.
-
-    Raises:
-        ImportError: if this version of Transformers lacks a method or has it with other parameters.
-    """
+    """Hook how ``PreTrainedConfig`` is turned into a dict, written to a file and read from one."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    if getattr(PreTrainedConfig, "_hf_entmax_hooked", False):
-        return
-    require(PreTrainedConfig, "_remove_keys_not_serialized", ["self", "d"])
-    require(PreTrainedConfig, "to_json_file", ["self", "json_file_path", "use_diff"])
-    require(PreTrainedConfig, "_dict_from_json_file", ["json_file"])
-    write, read = PreTrainedConfig.to_json_file, PreTrainedConfig._dict_from_json_file.__func__
-    original = PreTrainedConfig._remove_keys_not_serialized
+    wrap_methods(
+        [
+            (PreTrainedConfig, "_remove_keys_not_serialized", ["self", "d"], _remove_keys),
+            (PreTrainedConfig, "to_json_file", ["self", "json_file_path", "use_diff"], _write),
+            (PreTrainedConfig, "_dict_from_json_file", ["json_file"], _read),
+        ]
+    )
 
-    @functools.wraps(original)
+
+def wrap_methods(methods: Sequence[tuple[type, str, list[str], Wrapper]]) -> bool:
+    """Put wrappers in the place of methods of another library, all or none of them, and only once.
+
+    A method is named by its class, its name and its first parameters, a class method without ``cls``; its wrapper is given the
+    method and returns what takes its place.
+
+    Returns:
+        True where they were wrapped now, False where they had been before.
+
+    Raises:
+        ImportError: if this version of the library lacks one of them or has it with other parameters.
+    """
+    first: Any = methods[0][0]
+    if getattr(first, "_hf_entmax_hooked", False):
+        return False
+    for owner, name, parameters, _ in methods:
+        require(owner, name, parameters)
+    for owner, name, _, wrap in methods:
+        found = inspect.getattr_static(owner, name)
+        original = found.__func__ if isinstance(found, classmethod) else found
+        wrapped = functools.wraps(original)(wrap(original))
+        setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+    first._hf_entmax_hooked = True
+    return True
+
+
+def _remove_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_keys_not_serialized(self: PreTrainedConfig, d: dict[str, Any]) -> None:
         original(self, d)
         if d.get(CONFIG_KEY):
@@ -83,25 +110,28 @@ def install() -> None:
         if nested:
             d["attn_implementation"] = nested
 
-    @functools.wraps(write)
+    return remove_keys_not_serialized
+
+
+def _write(original: Callable[..., Any]) -> Callable[..., Any]:
     def to_json_file(self: PreTrainedConfig, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        write(self, json_file_path, use_diff)
+        original(self, json_file_path, use_diff)
         with open(json_file_path, encoding="utf-8") as file:
             record = json.load(file)
         if _mark(self, record):
             with open(json_file_path, "w", encoding="utf-8") as file:
                 file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
-    @functools.wraps(read)
+    return to_json_file
+
+
+def _read(original: Callable[..., Any]) -> Callable[..., Any]:
     def dict_from_json_file(cls: type[PreTrainedConfig], json_file: str | os.PathLike[str]) -> dict[str, Any]:
-        record: dict[str, Any] = read(cls, json_file)
+        record: dict[str, Any] = original(cls, json_file)
         _unmark(record)
         return record
 
-    PreTrainedConfig._remove_keys_not_serialized = remove_keys_not_serialized
-    PreTrainedConfig.to_json_file = to_json_file  # type: ignore[method-assign]
-    PreTrainedConfig._dict_from_json_file = classmethod(dict_from_json_file)  # type: ignore[assignment]
-    PreTrainedConfig._hf_entmax_hooked = True  # type: ignore[attr-defined]
+    return dict_from_json_file
 
 
 def _mark(config: PreTrainedConfig, record: dict[str, Any]) -> bool:

@@ -6,7 +6,6 @@ configuration carries ``entmax_config``.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +16,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_entmax.alpha import LearnedNumbers
-from hf_entmax.integration.config_hook import CONFIG_KEY, require, softmax_refused
+from hf_entmax.integration.config_hook import CONFIG_KEY, Wrapper, softmax_refused, wrap_methods
 from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION, entmax_attention_forward
 from hf_entmax.integration.masks import entmax_mask
 
 
 def install() -> None:
-    """Register the attention function and its mask, and hook model building, loading and saving.
-
-    Raises:
-        ImportError: if this version of Transformers lacks a method or has it with other parameters.
-    """
-    if getattr(PreTrainedModel, "_hf_entmax_hooked", False):
-        return
-    expected: list[tuple[str, list[str], Callable[[Any], Any]]] = [
+    """Register the attention function and its mask, and hook model building, loading and saving."""
+    methods: list[tuple[str, list[str], Wrapper]] = [
         ("post_init", ["self"], _post_init),
         ("_initialize_weights", ["self", "module", "is_custom_code"], _initialize_weights),
         ("get_correct_attn_implementation", ["self", "requested_attention", "is_init_check"], _get_correct),
@@ -38,15 +31,10 @@ def install() -> None:
         ("save_pretrained", ["self", "save_directory", "is_main_process"], _save_pretrained),
         ("_upload_modified_files", ["self", "working_dir", "repo_id"], _upload),
     ]
-    for name, parameters, _ in expected:
-        require(PreTrainedModel, name, parameters)
-    for name, _, make in expected:
-        original = getattr(PreTrainedModel, name)
-        setattr(PreTrainedModel, name, functools.wraps(original)(make(original)))
-    AttentionInterface.register(IMPLEMENTATION, entmax_attention_forward)
-    # Without a mask function of its own, Transformers would hand over no mask at all: every decoder would see the future.
-    AttentionMaskInterface.register(IMPLEMENTATION, entmax_mask)
-    PreTrainedModel._hf_entmax_hooked = True  # type: ignore[attr-defined]
+    if wrap_methods([(PreTrainedModel, *method) for method in methods]):
+        AttentionInterface.register(IMPLEMENTATION, entmax_attention_forward)
+        # Without a mask function of its own, Transformers would hand over no mask at all: every decoder would see the future.
+        AttentionMaskInterface.register(IMPLEMENTATION, entmax_mask)
 
 
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:

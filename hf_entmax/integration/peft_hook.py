@@ -7,7 +7,6 @@ So the adapter's own configuration carries the entmax configuration and the alph
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.config_hook import CONFIG_KEY, wrap_methods
 from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.integration.output_loss import output_losses
 
@@ -32,38 +31,32 @@ _SKIPS_HOOKS = ("AdaLoraModel",)
 
 
 def install() -> None:
-    """Hook how PEFT saves adapters, reads their configuration and injects them.
-
-    Raises:
-        ImportError: if this version of PEFT has these methods with other parameters.
-    """
+    """Hook how PEFT saves adapters, reads their configuration and injects them."""
     from peft.config import PeftConfigMixin
     from peft.peft_model import PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
-    if getattr(PeftModel, "_hf_entmax_hooked", False):
-        return
-    require(PeftModel, "save_pretrained", ["self", "save_directory", "safe_serialization", "selected_adapters"])
-    require(PeftModel, "__init__", ["self", "model", "peft_config"])
-    require(PeftConfigMixin, "from_json_file", ["path_json_file"])
-    require(PeftConfigMixin, "from_pretrained", ["pretrained_model_name_or_path"])
-    require(BaseTuner, "inject_adapter", ["self", "model", "adapter_name"])
-    require(PeftModel, "create_or_update_model_card", ["self", "output_dir"])
-    require(PeftModel, "_upload_modified_files", ["self", "working_dir", "repo_id"])
-    PeftModel.save_pretrained = _save(PeftModel.save_pretrained)
-    PeftModel.create_or_update_model_card = _card(PeftModel.create_or_update_model_card)
-    PeftModel._upload_modified_files = _upload(PeftModel._upload_modified_files)
-    PeftModel.__init__ = _init(PeftModel.__init__)
-    BaseTuner.inject_adapter = _inject(BaseTuner.inject_adapter)
-    for name, make in (("from_json_file", _from_json), ("from_pretrained", _from_pretrained)):
-        setattr(PeftConfigMixin, name, classmethod(make(getattr(PeftConfigMixin, name).__func__)))
-    PeftModel._hf_entmax_hooked = True  # type: ignore[attr-defined]
+    wrap_methods(
+        [
+            (
+                PeftModel,
+                "save_pretrained",
+                ["self", "save_directory", "safe_serialization", "selected_adapters"],
+                _save,
+            ),
+            (PeftModel, "__init__", ["self", "model", "peft_config"], _init),
+            (PeftConfigMixin, "from_json_file", ["path_json_file"], _from_json),
+            (PeftConfigMixin, "from_pretrained", ["pretrained_model_name_or_path"], _from_pretrained),
+            (BaseTuner, "inject_adapter", ["self", "model", "adapter_name"], _inject),
+            (PeftModel, "create_or_update_model_card", ["self", "output_dir"], _card),
+            (PeftModel, "_upload_modified_files", ["self", "working_dir", "repo_id"], _upload),
+        ]
+    )
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
         base = self.get_base_model()
         refuse_parts(base)
@@ -109,7 +102,6 @@ def refuse_parts(base: Any) -> None:
 
 
 def _card(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def create_or_update_model_card(self: Any, output_dir: str, path: str = "PATH_OR_HUB_ID") -> None:
         original(self, output_dir)
         base = self.get_base_model()
@@ -122,7 +114,6 @@ def _card(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def upload_modified_files(self: Any, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # What save_pretrained wrote has just been replaced by an empty card.
         if getattr(getattr(self.get_base_model(), "config", None), CONFIG_KEY, None) is not None:
@@ -133,7 +124,6 @@ def _upload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_json(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
         record = original(cls, path_json_file, **kwargs)
         entmax, state = record.pop(CONFIG_KEY, None), record.pop(_STATE_KEY, None)
@@ -146,7 +136,6 @@ def _from_json(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         _last_read.value = None
         config = original(cls, *args, **kwargs)
@@ -159,7 +148,6 @@ def _from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def init(self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         if not getattr(peft_config, "inference_mode", False):
             refuse_parts(model)
@@ -171,7 +159,6 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inject(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         _make_ready(model, self.peft_config.get(adapter_name))
         if type(self).__name__ in _SKIPS_HOOKS and output_losses(model):

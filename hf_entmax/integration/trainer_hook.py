@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_entmax.alpha import LearnedAlpha
-from hf_entmax.integration.config_hook import CONFIG_KEY, require
+from hf_entmax.integration.config_hook import CONFIG_KEY, wrap_methods
 from hf_entmax.integration.output_loss import check_fused_head, counting_support, output_losses
 
 logger = logging.getLogger(__name__)
@@ -22,90 +22,94 @@ _SETTLED, _NEARLY_SOFTMAX = 100, 1.03
 
 
 def install() -> None:
-    """Hook how the Trainer starts, trains, evaluates, logs and writes its card.
-
-    Raises:
-        ImportError: if this version of Transformers has them with other parameters.
-    """
+    """Hook how the Trainer starts, trains, evaluates, logs and writes its card."""
     from transformers.trainer import Trainer
     from transformers.trainer_callback import CallbackHandler
 
-    if getattr(Trainer, "_hf_entmax_hooked", False):
-        return
-    require(Trainer, "__init__", ["self", "model", "args"])
-    require(CallbackHandler, "on_log", ["self", "args", "state", "control", "logs"])
-    require(
-        Trainer,
-        "evaluation_loop",
-        ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+    loop = ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"]
+    wrap_methods(
+        [
+            (Trainer, "__init__", ["self", "model", "args"], _init),
+            (CallbackHandler, "on_log", ["self", "args", "state", "control", "logs"], _on_log),
+            (Trainer, "evaluation_loop", loop, _evaluation_loop),
+            (Trainer, "create_model_card", ["self", "language"], _create_model_card),
+            (Trainer, "train", ["self", "resume_from_checkpoint"], _train),
+        ]
     )
-    require(Trainer, "create_model_card", ["self", "language"])
-    require(Trainer, "train", ["self", "resume_from_checkpoint"])
-    original_init, original_on_log, original_loop = Trainer.__init__, CallbackHandler.on_log, Trainer.evaluation_loop
-    original_card, original_train = Trainer.create_model_card, Trainer.train
 
-    @functools.wraps(original_init)
-    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **kwargs)
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    from transformers.trainer import Trainer
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         _refuse_other_losses(self)
-        if type(self).create_model_card is not create_model_card:  # TRL's trainers write cards of their own
-            self.create_model_card = completing(self.create_model_card)
+        if type(self).create_model_card is not Trainer.create_model_card:  # TRL's trainers write cards of their own
+            self.create_model_card = _completing(self.create_model_card)
 
-    @functools.wraps(original_on_log)
-    def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
+    return init
+
+
+def _completing(write: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(write)
+    def write_and_complete(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        _complete_card(write.__self__)  # type: ignore[attr-defined]
+
+    return write_and_complete
+
+
+def _on_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_log(self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
         # Trainer puts its reporters before the callbacks of the user: what these add to the logs would come too late.
         for callback in self.callbacks:
             before_report = getattr(callback, "before_report", None)
             if before_report is not None:
                 before_report(args, state, logs, model=self.model)
         _say_dense(self, state)
-        return original_on_log(self, args, state, control, logs)
+        return original(self, args, state, control, logs)
 
-    @functools.wraps(original_loop)
+    return on_log
+
+
+def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(
-        self: Trainer,
+        self: Any,
         dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        with counting_support(self.model) as batches:  # type: ignore[arg-type]
-            result = original_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with counting_support(self.model) as batches:
+            result = original(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         support = _mean_support(self, dataloader, batches)
         if support is not None and result.metrics is not None:
             result.metrics[f"{metric_key_prefix}_support_size"] = support
         return result
 
-    @functools.wraps(original_card)
-    def create_model_card(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        original_card(self, *args, **kwargs)
+    return evaluation_loop
+
+
+def _create_model_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         _complete_card(self)
 
-    def completing(write: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(write)
-        def write_and_complete(*args: Any, **kwargs: Any) -> None:
-            write(*args, **kwargs)
-            _complete_card(write.__self__)  # type: ignore[attr-defined]
+    return create_model_card
 
-        return write_and_complete
 
-    @functools.wraps(original_train)
-    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+def _train(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = [callback for callback in self.callback_handler.callbacks if hasattr(callback, "leave_model")]
         _clear_model(self.model, own)
         try:
-            return original_train(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             for callback in own:  # an exception or Ctrl-C calls no on_train_end
                 callback.leave_model()
 
-    Trainer.__init__ = init
-    Trainer.train = train  # type: ignore[method-assign]
-    Trainer.create_model_card = create_model_card  # type: ignore[method-assign]
-    Trainer.evaluation_loop = evaluation_loop
-    CallbackHandler.on_log = on_log  # type: ignore[method-assign,assignment]
-    Trainer._hf_entmax_hooked = True  # type: ignore[attr-defined]
+    return train
 
 
 def _say_dense(handler: Any, state: Any) -> None:
