@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Literal, get_args
 
 from hf_entmax._version import __version__
@@ -269,6 +269,18 @@ def alpha_error(
     return ValueError(
         f"{name}={value!r} is not allowed: entmax is defined for finite alpha >= 1 (1 is softmax, 2 is sparsemax){alternative}."
     )
+
+
+def check_new_name(
+    name: object, what: str, own: Container[object], registered: Container[object], exist_ok: bool
+) -> None:
+    """Raise ValueError unless ``name`` may be registered as a mapping, statistic or role (``what``), see `register_mapping`."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name={name!r} is not allowed: give a Python identifier, such as 'my_{what}'.")
+    if name in own:
+        raise ValueError(f"{name!r} is a {what} of hf_entmax: choose another name.")
+    if name in registered and not exist_ok:
+        raise ValueError(f"{name!r} is registered already: choose another name, or replace it with exist_ok=True.")
 
 
 def config_from(config: EntmaxConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> EntmaxConfig:

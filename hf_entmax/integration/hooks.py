@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_entmax.alpha import LearnedNumbers
 from hf_entmax.integration.config_hook import CONFIG_KEY, Wrapper, softmax_refused, wrap_methods
-from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION, entmax_attention_forward
+from hf_entmax.integration.interface import HEADS_MODULE, IMPLEMENTATION, entmax_attention_forward, is_head_number
 from hf_entmax.integration.masks import entmax_mask
 
 
@@ -79,15 +79,15 @@ def _get_correct(original: Callable[..., Any]) -> Callable[..., Any]:
 def _adjust_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     def adjust_missing_and_unexpected_keys(self: PreTrainedModel, loading_info: Any) -> Any:
         result = original(self, loading_info)
-        unexpected = sorted(key for key in loading_info.unexpected_keys if _is_ours(key))
+        unexpected = sorted(key for key in loading_info.unexpected_keys if is_head_number(key))
         if unexpected:
             raise ValueError(
                 f"The checkpoint holds {len(unexpected)} entmax parameters ({unexpected[0]}, ...) that this "
                 f"{type(self).__name__} has no place for: its configuration is not the one the checkpoint was saved with. "
                 "Load it with its own config.json."
             )
-        missing = {key for key in loading_info.missing_keys if _is_ours(key)}
-        missing |= {entry[0] for entry in loading_info.mismatched_keys if _is_ours(entry[0])}
+        missing = {key for key in loading_info.missing_keys if is_head_number(key)}
+        missing |= {entry[0] for entry in loading_info.mismatched_keys if is_head_number(entry[0])}
         # Alphas may be new where the whole attention is new (cross-attention added to an encoder), not otherwise.
         lost = sorted(key for key in missing if not _attention_is_new(self, key, loading_info.missing_keys))
         if lost:
@@ -151,15 +151,11 @@ def _write_card(
         write_model_card(model, directory, path_or_hub_id)
 
 
-def _is_ours(key: str) -> bool:
-    return f".{HEADS_MODULE}." in f".{key}"
-
-
 def _attention_is_new(model: nn.Module, key: str, missing: set[str]) -> bool:
     parent = key.split(f"{HEADS_MODULE}.")[0]
     own = [
         f"{parent}{name}"
         for name, _ in model.get_submodule(parent.rstrip(".")).named_parameters()
-        if not _is_ours(name)
+        if not is_head_number(name)
     ]
     return bool(own) and all(name in missing for name in own)

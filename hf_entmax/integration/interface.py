@@ -39,6 +39,11 @@ KEEPS_SOFTMAX = "_entmax_left_alone"
 _CACHE_LAYER = "_entmax_cache_layer"
 
 
+def is_head_number(name: str) -> bool:
+    """Tell by the name of a parameter whether it is one of the learned numbers of heads."""
+    return f".{HEADS_MODULE}." in f".{name}"
+
+
 def hand_out(key: Tensor, layer: Any) -> Tensor:
     """Name the cache layer that holds these keys, so that the attention over them asks it.
 
@@ -111,17 +116,19 @@ def entmax_attention_forward(
             "Attention sinks together with softcap are not supported: the sink's score must not be capped."
         )
     key_length = key.shape[-2]
+    asked: dict[str, Any] = {
+        "softcap": softcap,
+        "scaling": scaling,
+        "dropout": dropout,
+        "need_weights": _weights_wanted(module, kwargs, observers),
+        "sink": None if sink is None else sink.reshape(-1),
+        "alpha_max": _alpha_max(heads),
+    }
     if isinstance(attention_mask, PagedMask):
         refused = {"position_bias": position_bias, "indices": indices, "block_indices": block_indices}
-        options = AttentionOptions(
-            softcap=softcap,
-            scaling=scaling,
-            dropout=dropout,
-            need_weights=_weights_wanted(module, kwargs, observers),
-            sink=None if sink is None else sink.reshape(-1),
-            alpha_max=_alpha_max(heads),
-        )
-        return _attend_paged(module, heads, query, key, value, attention_mask, options, observers, refused), None
+        return _attend_paged(
+            module, heads, query, key, value, attention_mask, AttentionOptions(**asked), observers, refused
+        ), None
     if kwargs.get("write_index") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} is called for continuous batching without the mask that goes with it: this model makes its "
@@ -134,12 +141,7 @@ def entmax_attention_forward(
         position_bias=position_bias,
         is_causal=bool(is_causal) and attention_mask is None and query.shape[-2] > 1,
         sliding_window=sliding_window if attention_mask is None and is_causal else None,
-        softcap=softcap,
-        scaling=scaling,
-        dropout=dropout,
-        need_weights=_weights_wanted(module, kwargs, observers),
-        sink=None if sink is None else sink.reshape(-1),
-        alpha_max=_alpha_max(heads),
+        **asked,
     )
     if isinstance(attention_mask, StructuredMask):
         options = _read_description(options, query.shape[-2], key_length)
@@ -174,7 +176,7 @@ def heads_in_effect(module: nn.Module) -> nn.Module | None:
     heads = module._modules.get(HEADS_MODULE)
     if heads is None or not runs_softmax(module):
         return heads
-    return FixedAlpha(getattr(heads, "original_module", heads).num_heads, 1.0)  # type: ignore[arg-type]
+    return FixedAlpha(_unwrapped(heads).num_heads, 1.0)
 
 
 def _attend(
@@ -186,8 +188,7 @@ def _attend(
     options: AttentionOptions,
     mesh: DeviceMesh | None,
 ) -> tuple[Tensor, Tensor | SparseRows | None]:
-    # PEFT may have wrapped it; calling the wrapper gives the trained copy.
-    kind = getattr(heads, "original_module", heads)
+    kind = _unwrapped(heads)
     # A softmax on purpose is alpha = 1, on the path that knows every argument.
     numbers: Any = 1.0 if heads is None else heads() if mesh is None else of_own_heads(heads(), mesh)
     backend: Backend = "torch" if heads is None else getattr(kind, "backend", "auto")
@@ -217,7 +218,7 @@ def _attend_paged(
         raise NotImplementedError(
             f"{type(module).__name__}: {what} under continuous batching. Use model.generate, or a forward pass of its own."
         )
-    kind = getattr(heads, "original_module", heads)
+    kind = _unwrapped(heads)
     mesh = heads_mesh(module, query.shape[1], _number_of_heads(module, heads))
     if mesh is not None:
         raise NotImplementedError(
@@ -239,14 +240,19 @@ def _attend_paged(
     return out
 
 
+def _unwrapped(heads: nn.Module | None) -> Any:
+    """Return what PEFT may have wrapped; calling the wrapper gives the trained copy."""
+    return getattr(heads, "original_module", heads)
+
+
 def _alpha_max(heads: nn.Module | None) -> float:
-    kind = getattr(heads, "original_module", heads)
+    kind = _unwrapped(heads)
     return getattr(getattr(kind, "owner", kind), "bounds", (1.0, math.inf))[1]
 
 
 def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:
     """Query heads of a module, on all processes together."""
-    return head_count(module) if heads is None else getattr(heads, "original_module", heads).num_heads  # type: ignore[return-value]
+    return head_count(module) if heads is None else _unwrapped(heads).num_heads
 
 
 def _weights_wanted(

@@ -44,6 +44,11 @@ class AttentionCall(NamedTuple):
     weights: Any
     value: Any = None
 
+    @property
+    def name(self) -> str:
+        """Name of the module; ``NAME#1``, ... for later calls of a module that layers share."""
+        return f"{self.site.name}#{self.index}" if self.index else self.site.name
+
 
 class Observer:
     """Someone who looks at the attention calls of a model; made by `observe_attention`."""

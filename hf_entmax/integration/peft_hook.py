@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_entmax.integration.config_hook import CONFIG_KEY, wrap_methods
-from hf_entmax.integration.interface import HEADS_MODULE
+from hf_entmax.integration.interface import HEADS_MODULE, is_head_number
 from hf_entmax.integration.output_loss import output_losses
 
 _STATE_KEY = "entmax_state"
@@ -175,7 +175,7 @@ def _warn_of_frozen_alphas(model: Any, peft_config: Any) -> None:
     """Say that PEFT froze learned alphas. It is no error: an adapter over alphas that are learned already is as usual."""
     if getattr(peft_config, "inference_mode", False):
         return
-    alphas = [p for name, p in model.named_parameters() if f".{HEADS_MODULE}." in name]
+    alphas = [p for name, p in model.named_parameters() if is_head_number(name)]
     if alphas and not any(p.requires_grad for p in alphas):
         warnings.warn(
             f"PEFT froze all learned alphas of this model: they stay as they are. To train them give {type(peft_config).__name__}"
@@ -238,13 +238,13 @@ def _numbers(base: nn.Module) -> dict[str, torch.Tensor]:
     """Return the base's own learned numbers by plain name, whatever PEFT wrapped them in."""
     numbers = {}
     for name, parameter in base.named_parameters():
-        if f".{HEADS_MODULE}." in name and ".modules_to_save." not in name:
+        if is_head_number(name) and ".modules_to_save." not in name:
             numbers[name.replace(".original_module.", ".")] = parameter.detach().float().cpu()
     return numbers
 
 
 def _load_numbers(model: nn.Module, state: dict[str, list[Any]]) -> None:
-    own = {name: parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in name}
+    own = {name: parameter for name, parameter in model.named_parameters() if is_head_number(name)}
     stored = {name: torch.tensor(values) for name, values in state.items()}
     if set(own) != set(stored) or any(own[name].shape != values.shape for name, values in stored.items()):
         raise ValueError(

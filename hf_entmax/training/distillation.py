@@ -136,8 +136,7 @@ def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
     record = Recorded({}, {})
 
     def keep(call: AttentionCall) -> None:
-        name = f"{call.site.name}#{call.index}" if call.index else call.site.name
-        record.weights[name], record.sites[name] = call.weights, call.site
+        record.weights[call.name], record.sites[call.name] = call.weights, call.site
 
     with observe_attention(model, keep):
         yield record

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from hf_entmax.integration.interface import HEADS_MODULE
+from hf_entmax.integration.interface import is_head_number
 
 # What the Trainer leaves without weight decay: biases and the scales of normalisation layers.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -55,7 +55,7 @@ def alpha_parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if f".{HEADS_MODULE}." in f".{name}":
+        if is_head_number(name):
             group = "length_scaling" if ".length_scaling." in name else "alpha"
         else:
             group = "weights" if name in decayed else "no_decay"
@@ -103,4 +103,4 @@ def trains_weights(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 def _heads(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if f".{HEADS_MODULE}." in f".{name}"]
+    return [parameter for name, parameter in model.named_parameters() if is_head_number(name)]

@@ -109,7 +109,7 @@ class Ablated:
 
     def _run(self, gates: Mapping[str, Tensor]) -> Tensor:
         def replace(call: AttentionCall) -> Tensor:
-            name = _name(call)
+            name = call.name
             gate = gates[name].to(call.weights.dtype)
             out = _mix(gate * call.weights, call.value)
             if name in self._references:
@@ -125,10 +125,10 @@ class Ablated:
             return self.task.metric(self.model(**self._inputs))
 
     def _keep_reference(self, call: AttentionCall) -> None:
-        self._references[_name(call)] = call.weights, call.value
+        self._references[call.name] = call.weights, call.value
 
     def _keep_present(self, call: AttentionCall) -> None:
-        name, mask = _name(call), call.weights > 0
+        name, mask = call.name, call.weights > 0
         if name in self._references:
             other = self._references[name][0] > 0
             if other.shape[1:] != mask.shape[1:] or (self.ablation != "mean" and len(other) != len(mask)):
@@ -241,10 +241,6 @@ def attribute(
 def _mix(weights: Tensor, value: Tensor) -> Tensor:
     """``[B, H, T_q, D_v]``: heads that share values read the same."""
     return weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
-
-
-def _name(call: AttentionCall) -> str:
-    return f"{call.site.name}#{call.index}" if call.index else call.site.name
 
 
 @contextlib.contextmanager

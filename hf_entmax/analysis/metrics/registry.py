@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_entmax.analysis.metrics.roles import ROLE_NAMES, ROLE_PHRASES
 from hf_entmax.analysis.metrics.sparsity import firing
 from hf_entmax.analysis.metrics.weights import DenseWeights, HeadWeights, keep_pairs
+from hf_entmax.config import check_new_name
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def register_statistic(
         >>> import hf_entmax.analysis as analysis
         >>> analysis.register_statistic("second", lambda weights, pairs: weights.topk(2, -1).values[..., 1], "Second largest weight")
     """
-    _check_name(name, "statistic", _OWN_STATISTICS, STATISTICS, exist_ok)
+    check_new_name(name, "statistic", _OWN_STATISTICS, STATISTICS, exist_ok)
     _check_call(function, "function(weights, pairs)", 2)
     spec = QueryStatistic(lambda weights, pairs: function(weights.dense(), pairs), label or name.replace("_", " "))
     _check_statistic(name, function)
@@ -125,7 +126,7 @@ def register_role(
         ...     return None if inputs.site == "cross" else inputs.pairs.tril(-2) & ~inputs.pairs.tril(-3)
         >>> analysis.register_role("before_last", before_last, "two back", "the token two places back")
     """
-    _check_name(name, "role", _OWN_ROLES, ROLES, exist_ok)
+    check_new_name(name, "role", _OWN_ROLES, ROLES, exist_ok)
     _check_call(function, "function(inputs)", 1)
     _check_role(name, function)
     ROLES[name] = function
@@ -151,15 +152,6 @@ def query_sums(spec: QueryStatistic, weights: HeadWeights, pairs: Tensor) -> tup
     counted = pairs.any(-1)
     values = spec.function(weights, pairs).double().masked_fill(~counted.unsqueeze(1), 0.0)
     return values.sum(dim=(0, 2)), counted.sum()
-
-
-def _check_name(name: str, what: str, own: frozenset[str], registered: object, exist_ok: bool) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name={name!r} is not allowed: give a Python identifier, such as 'my_{what}'.")
-    if name in own:
-        raise ValueError(f"{name!r} is a {what} of hf_entmax: choose another name.")
-    if name in registered and not exist_ok:  # type: ignore[operator]
-        raise ValueError(f"{name!r} is registered already: choose another name, or replace it with exist_ok=True.")
 
 
 def _check_call(function: object, shown: str, arguments: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_entmax.config import check_new_name
 from hf_entmax.ops.controllable.domain import LAM, TEMPERATURE, Interval, Q
 from hf_entmax.ops.controllable.functions import HourglassFunction, SparsegenFunction, TemperedSoftmaxFunction
 from hf_entmax.ops.simplex import as_rows, compute_dtype, is_allowed
@@ -175,12 +176,7 @@ def register_mapping(
         >>> shift = Interval("shift", lower=0.0, default=1.0, learned_range=(0.1, 5.0))
         >>> hf_entmax.register_mapping("squared_relu", squared_relu, [shift])
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name={name!r} is not allowed: give a Python identifier, such as 'my_mapping'.")
-    if name in BUILT_IN or name in REFUSED_AS_ATTENTION:
-        raise ValueError(f"{name!r} is a mapping of hf_entmax: choose another name.")
-    if name in ATTENTION_MAPPINGS and not exist_ok:
-        raise ValueError(f"{name!r} is registered already: choose another name, or replace it with exist_ok=True.")
+    check_new_name(name, "mapping", BUILT_IN | set(REFUSED_AS_ATTENTION), ATTENTION_MAPPINGS, exist_ok)
     if not callable(function):
         raise TypeError(f"function must be callable as function(scores, mask=mask, **options), not {function!r}.")
     if any(not isinstance(option, Interval) for option in options):
