@@ -36,12 +36,7 @@ def register(installers: Mapping[str, str]) -> None:
 
 
 def ensure() -> None:
-    """Install the hooks now, for calls that need them.
-
-    Raises:
-        ImportError: if Transformers is missing or has another shape than the hooks expect; the message says which
-            version is needed.
-    """
+    """Install the hooks now, for calls that need them."""
     for module in _NEEDED:
         try:
             importlib.import_module(module)

@@ -133,11 +133,7 @@ def _check_kernels(console: Console) -> bool:
 
 
 def check_folder(model: str) -> None:
-    """Raise where a name looks like a folder that is not there.
-
-    Raises:
-        ValueError: if it does.
-    """
+    """Raise where a name looks like a folder that is not there."""
     looks_like_a_folder = model.startswith((".", "~", "/")) or model.count("/") > 1 or Path(model).is_absolute()
     if looks_like_a_folder and not Path(model).is_dir():
         raise ValueError(f"There is no folder {model}: give one that holds a saved model, or a Hub id (owner/name).")

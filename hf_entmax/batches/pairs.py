@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def as_mask(mask: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Convert a padding mask of that shape to bool; True, or 1 as tokenizers return it, marks a real token.
-
-    Raises:
-        TypeError: ``mask`` is no tensor, or holds floating-point numbers.
-        ValueError: ``mask`` has another shape, or integers other than 0 and 1.
-    """
+    """Convert a padding mask of that shape to bool; True, or 1 as tokenizers return it, marks a real token."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {list(shape)}, got {type(mask).__name__}.")
     if tuple(mask.shape) != shape:

@@ -190,12 +190,7 @@ class GrowingLayer(DynamicLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens, at any place of a page; all others are there to stay.
-
-        Raises:
-            ValueError: if the number is positive or more than there are.
-            RuntimeError: if keys are needed again that had left the window; see `activate_past_recording`.
-        """
+        """Take back the last ``-tokens_to_remove`` tokens, at any place of a page; all others are there to stay."""
         left = self._total + tokens_to_remove
         if tokens_to_remove > 0 or left < 0:
             raise ValueError(

@@ -254,11 +254,7 @@ def _without_entmax(
 
 
 def _end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tuple[list[int], list[Any]]:
-    """Return the end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length.
-
-    Raises:
-        ValueError: if nothing could ever end a sequence.
-    """
+    """Return the end-of-sequence tokens, and the stopping criteria that are left besides them and the maximum length."""
     tokens = getattr(generation_config, "_eos_token_tensor", None)
     ids = [] if tokens is None else [int(token) for token in tokens]
     rest = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
@@ -271,12 +267,7 @@ def _end_of_sequence(generation_config: GenerationConfig, criteria: Any) -> tupl
 
 
 def as_models(model: Any) -> list[Any]:
-    """Make a list of models from one model or several.
-
-    Raises:
-        ValueError: if there is none.
-        TypeError: if one of them cannot generate.
-    """
+    """Make a list of models from one model or several."""
     models = list(model) if isinstance(model, (list, tuple)) else [model]
     if not models:
         raise ValueError("the ensemble is empty: give at least one model.")
@@ -290,12 +281,7 @@ def as_models(model: Any) -> list[Any]:
 
 
 def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
-    """One dictionary of inputs for each model, on its device.
-
-    Raises:
-        TypeError: if the inputs are no mappings.
-        ValueError: if there is not one for each model, or they hold something the search cannot use.
-    """
+    """One dictionary of inputs for each model, on its device."""
     several = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs] * len(models)
     if len(several) != len(models):
         raise ValueError(f"{len(several)} dictionaries of inputs for {len(models)} models: give one, or one each.")
@@ -314,11 +300,7 @@ def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
 
 
 def number_of_inputs(inputs: list[dict[str, Any]]) -> int:
-    """Return how many inputs the dictionaries hold, one for each model.
-
-    Raises:
-        ValueError: if one holds no tensor to tell, or they differ.
-    """
+    """Return how many inputs the dictionaries hold, one for each model."""
     sizes = set()
     for one in inputs:
         sizes.add(next((v.shape[0] for v in one.values() if isinstance(v, Tensor) and v.dim()), None))

@@ -173,11 +173,7 @@ def _draw(axis: Any, node: TreeNode, left: float, rows: Iterator[int], ends: lis
 
 
 def labeller(tokenizer: Any) -> Callable[[int], str]:
-    """Turn a token id into text: by a tokenizer, by a function, or as a number.
-
-    Raises:
-        TypeError: if ``tokenizer`` is none of these.
-    """
+    """Turn a token id into text: by a tokenizer, by a function, or as a number."""
     if tokenizer is None:
         return str
     if hasattr(tokenizer, "convert_ids_to_tokens"):
@@ -199,11 +195,7 @@ def percent(probability: float) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure with one axis that draws nothing by itself.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-    """
+    """Return an empty matplotlib figure with one axis that draws nothing by itself."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -43,11 +43,7 @@ def selected_sites(model: nn.Module, sites: list[AttentionSite], config: EntmaxC
 
 
 def check_selection(model: nn.Module, sites: list[AttentionSite], config: EntmaxConfig) -> None:
-    """Raise where a selection names something that the model does not have, or selects nothing.
-
-    Raises:
-        ValueError: naming what was asked for and what the model has.
-    """
+    """Raise where a selection names something that the model does not have, or selects nothing."""
     present = sorted({site.site for site in sites})
     if config.sites is not None and (missing := [s for s in config.sites if s not in present]):
         raise ValueError(f"sites={list(config.sites)} names {missing}, but {type(model).__name__} has only {present}.")
@@ -72,11 +68,7 @@ def check_selection(model: nn.Module, sites: list[AttentionSite], config: Entmax
 
 
 def new_heads(site: AttentionSite, config: EntmaxConfig) -> nn.Module:
-    """Build the module of learned (or fixed) parameters that a configuration asks for.
-
-    Raises:
-        ValueError: if the attention module lacks what an option needs; the message names it.
-    """
+    """Build the module of learned (or fixed) parameters that a configuration asks for."""
     num_heads, keep = site.num_heads, config.alpha_dtype == "float32"
     if config.mapping != "entmax":
         heads: nn.Module = _mapping_heads(num_heads, config, keep)
@@ -150,9 +142,6 @@ def check_implementation(module: nn.Module, *_: Any) -> None:
     ``config._attn_implementation`` is a plain attribute that anyone may set. It stands before each attention module, so
     that a tool which calls the modules one by one is caught too, and before the models that hold them, because they
     choose the kind of mask by it. It reads one string; compilers see a constant.
-
-    Raises:
-        ValueError: the one that ``set_attn_implementation`` raises.
     """
     requested = module.config._attn_implementation  # type: ignore[union-attr]
     if requested != IMPLEMENTATION:

@@ -69,12 +69,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise unless every attention of the model can be patched.
-
-    Raises:
-        TypeError: if it is no ``PreTrainedModel`` (the message says how to unwrap the usual wrappers).
-        ValueError: if some attention bypasses the interface; the message names the family's reason and the modules.
-    """
+    """Raise unless every attention of the model can be patched."""
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers.PreTrainedModel, not {type(model).__name__}. {_unwrap_hint(model)}".rstrip()

@@ -99,9 +99,6 @@ def entmax_attention_forward(
 
     Returns:
         The output ``[B, T_q, H, D_v]`` and the weights ``[B, H, T_q, T_k]``, or None where nobody asked for them.
-
-    Raises:
-        ValueError: if the module was neither patched nor left alone on purpose.
     """
     heads, observers = heads_in_effect(module), observers_of(module)
     if heads is None and not getattr(module, KEEPS_SOFTMAX, False) and not is_observed(module):

@@ -229,11 +229,7 @@ def check_fused_head(model: Any) -> None:
 
 
 def check_output(model: PreTrainedModel, config: EntmaxConfig) -> None:
-    """Raise where an output option cannot be honoured by this model, before anything is changed.
-
-    Raises:
-        ValueError: if the model computes no classification loss from labels, or ``problem_type`` contradicts the option.
-    """
+    """Raise where an output option cannot be honoured by this model, before anything is changed."""
     alpha, mapping = config.output_alpha, config.output_mapping
     if alpha is None and mapping is None:
         return

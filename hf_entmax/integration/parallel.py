@@ -22,9 +22,6 @@ def heads_mesh(module: nn.Module, own: int, total: int) -> DeviceMesh | None:
     """Return the processes among which the heads of an attention module are split, or None where they are not.
 
     ``own`` are the query heads that this process was given of ``total``; the mesh is that of the sharded projections.
-
-    Raises:
-        ValueError: if there are fewer heads than the module has, but not by tensor parallelism in equal parts.
     """
     if own == total:
         return None
@@ -77,11 +74,7 @@ def same_everywhere(heads: nn.Module, beside: Tensor) -> None:
 
 
 def refuse_context_parallel() -> None:
-    """Raise inside torch's ``context_parallel``.
-
-    Raises:
-        NotImplementedError: because each process holds some of the tokens, and only torch's own attention is told.
-    """
+    """Raise inside torch's ``context_parallel``."""
     if not _distributed():
         return
     # While tokens are split, torch replaces this function by one of its own; other calls see a part of the keys.

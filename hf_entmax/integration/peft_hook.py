@@ -86,11 +86,7 @@ def mark_adapter(base: Any, folder: Path) -> None:
 
 
 def refuse_parts(base: Any) -> None:
-    """Refuse a base that is patched in parts: an adapter names one configuration, and would come back over a softmax.
-
-    Raises:
-        ValueError: if only parts of the base carry an entmax configuration.
-    """
+    """Refuse a base that is patched in parts: an adapter names one configuration, and would come back over a softmax."""
     from hf_entmax.integration.patching import stored_configs
 
     config = getattr(base, "config", None)
@@ -185,11 +181,7 @@ def _warn_of_frozen_alphas(model: Any, peft_config: Any) -> None:
 
 
 def _make_ready(model: Any, peft_config: Any) -> None:
-    """Give the base the patch and the alphas that the adapter was trained over, or refuse.
-
-    Raises:
-        ValueError: if the base is patched in another way, or another adapter on it needs other alphas.
-    """
+    """Give the base the patch and the alphas that the adapter was trained over, or refuse."""
     stored = getattr(peft_config, _ATTRIBUTE, None)
     if stored is None:
         return

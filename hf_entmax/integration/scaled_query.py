@@ -50,9 +50,6 @@ def scaled_query(
     ``query`` ``[B, H, T_q, D]`` is of this process's own heads of ``module``, ``heads`` the child with the learned numbers;
     the query itself comes back where there is no length scaling. ``visible`` says how many keys each query may see where that
     does not follow from ``keys`` and ``options``.
-
-    Raises:
-        ValueError: if the factor depends on hidden states that are not at hand, or not one for each query.
     """
     hidden = getattr(module, KEPT_INPUT, {}).pop(_thread(), None)
     scaling = length_scaling_of(heads)
@@ -80,11 +77,7 @@ def scaled_query(
 
 
 def input_width(module: nn.Module) -> int:
-    """Width of the hidden states that enter an attention module, which is that of its first projection.
-
-    Raises:
-        ValueError: if the module has no linear projection.
-    """
+    """Width of the hidden states that enter an attention module, which is that of its first projection."""
     for child in module.modules():
         width = getattr(child, "in_features", getattr(child, "nx", None))  # nx: Conv1D of GPT-2
         if isinstance(width, int):

@@ -167,11 +167,7 @@ def _complete_card(trainer: Any) -> None:
 
 
 def _refuse_other_losses(trainer: Any) -> None:
-    """Raise where a trainer would take another loss than the one the model's configuration asks for, without a word.
-
-    Raises:
-        ValueError: naming what would replace the loss, and what to do.
-    """
+    """Raise where a trainer would take another loss than the one the model's configuration asks for, without a word."""
     entmax = getattr(getattr(trainer.model, "config", None), CONFIG_KEY, None) or {}
     chosen = [f"{n}={entmax[n]!r}" for n in ("output_alpha", "output_mapping") if entmax.get(n) is not None]
     if not chosen:

@@ -61,10 +61,6 @@ def check_labels(
 
     They are class indices of any integer dtype and shape ``row_shape``, ``ignore_index`` among them, or distributions
     ``[*row_shape, classes]``; ``row_shape`` is that of the logits without their last dimension.
-
-    Raises:
-        ValueError: for a wrong shape, a class index out of range, or something that is no distribution.
-        TypeError: for a dtype that is neither.
     """
     check_shapes(labels, row_shape, classes)
     if labels.is_floating_point():
@@ -81,12 +77,7 @@ def check_labels(
 
 
 def check_shapes(labels: Tensor, row_shape: torch.Size, classes: int) -> None:
-    """Check what can be said of labels without looking at their values; see :func:`check_labels`.
-
-    Raises:
-        ValueError: for a wrong shape, or distributions that want a gradient.
-        TypeError: for a dtype that is neither integer nor floating point.
-    """
+    """Check what can be said of labels without looking at their values; see :func:`check_labels`."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, not {type(labels).__name__}.")
     shape = (*row_shape, classes)

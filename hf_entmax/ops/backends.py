@@ -149,9 +149,6 @@ def kernel_module(
     """Return the package of fused kernels for a call of `entmax_attention`, or None for the dense path.
 
     ``name`` is one of `BACKENDS`; for ``"auto"`` device and dtype of the query decide.
-
-    Raises:
-        ValueError: if ``name`` is unknown, or cannot run here or with these arguments (naming the argument).
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}; the options are {', '.join(map(repr, BACKENDS))}.")

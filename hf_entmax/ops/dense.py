@@ -30,9 +30,6 @@ def dense_attention(
     Tensors and results are those of `hf_entmax.ops.entmax_attention`; ``need_weights="sparse"`` gives dense weights all the
     same. The normaliser may overwrite the scores.
 
-    Raises:
-        TypeError: if query and key differ in dtype, outside autocast.
-
     Differentiable in query, key, value, position_bias, a float attention_mask and whatever the normaliser is
     differentiable in.
     """

@@ -67,12 +67,7 @@ class AttentionOptions:
             raise ValueError(f"dropout is {self.dropout}, but must be in [0, 1), and at most 1 - 2**-24.")
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check the tensors of a call, as `hf_entmax.ops.entmax_attention` describes them, and that these options fit them.
-
-        Raises:
-            TypeError: if a tensor has the wrong dtype.
-            ValueError: if shapes do not fit together.
-        """
+        """Check the tensors of a call, as `hf_entmax.ops.entmax_attention` describes them, and that these options fit them."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not tensor.is_floating_point():
                 raise TypeError(f"{name} must be a floating tensor, not {tensor.dtype}.")

@@ -34,12 +34,7 @@ def is_allowed(scores: Tensor) -> Tensor:
 
 
 def as_rows(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    """Return the scores with the dimension to normalise moved last and ``-inf`` where ``mask`` is False.
-
-    Raises:
-        TypeError: if ``scores`` is not a floating-point tensor, or ``mask`` not a bool one.
-        ValueError: if ``scores`` has no entry along ``dim``, or ``mask`` cannot be broadcast to it.
-    """
+    """Return the scores with the dimension to normalise moved last and ``-inf`` where ``mask`` is False."""
     if not isinstance(scores, Tensor) or not scores.dtype.is_floating_point:
         given = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(f"scores must be a floating-point tensor (float16, bfloat16, float32 or float64), not {given}.")

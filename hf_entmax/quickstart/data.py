@@ -61,11 +61,7 @@ class Question:
 
 
 def table_path() -> Path:
-    """Find the verb table, inside an installed package or in ``recipes/data`` of a checkout.
-
-    Raises:
-        FileNotFoundError: if it lies in neither.
-    """
+    """Find the verb table, inside an installed package or in ``recipes/data`` of a checkout."""
     package = Path(__file__).parents[1]
     places = [folder / "data" / "english_verbs.tsv" for folder in (package, package.parent / "recipes")]
     for path in places:

@@ -94,11 +94,7 @@ def pretrained_bart(tokenizer: PreTrainedTokenizerBase) -> BartForConditionalGen
 
 
 def load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a pretrained encoder-decoder and its own tokenizer.
-
-    Raises:
-        ValueError: if the checkpoint is no encoder-decoder.
-    """
+    """Load a pretrained encoder-decoder and its own tokenizer."""
     config = AutoConfig.from_pretrained(name_or_path)
     if not config.is_encoder_decoder:
         raise ValueError(
@@ -206,9 +202,6 @@ def check_reload(model: PreTrainedModel, model_dir: Path, probe: Mapping[str, Te
     """Compare the logits of ``model`` with those of the model that a fresh process loads from ``model_dir``.
 
     Both run on the CPU, on ``probe``, a batch with ``labels``.
-
-    Raises:
-        RuntimeError: if the other process fails, or its logits differ by more than ``TOLERANCE``.
     """
     device = model.device
     inputs = {name: tensor.cpu().clone() for name, tensor in probe.items()}

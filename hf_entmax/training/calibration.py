@@ -179,11 +179,7 @@ def _check_arguments(budget: float, steps: int, learning_rate: float) -> None:
 
 @contextlib.contextmanager
 def evaluated_alone(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
-    """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was.
-
-    Raises:
-        RuntimeError: in inference mode, where no gradient can be had.
-    """
+    """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("alphas are searched by gradients, which torch.inference_mode() forbids: call it outside.")
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -20,13 +20,7 @@ _USUAL = {*SOURCE_NAMES, *TARGET_NAMES, *_OTHER_NAMES}
 
 
 def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Yield ``(line number from 1, line without its end)`` of UTF-8 text; ``.gz`` is decompressed on the fly.
-
-    Raises:
-        FileNotFoundError: no such file.
-        IsADirectoryError: a folder.
-        ValueError: a line that is not UTF-8, or a damaged gzip file; the line is named.
-    """
+    """Yield ``(line number from 1, line without its end)`` of UTF-8 text; ``.gz`` is decompressed on the fly."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
@@ -54,9 +48,6 @@ def table_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield ``(line number from 1, cells)`` of a ``.tsv`` or ``.csv`` file.
 
     In a ``.tsv`` a quotation mark is text; a quoted field of a ``.csv`` may go over several lines, and the first one counts.
-
-    Raises:
-        ValueError: for broken CSV, bad UTF-8 or a damaged file, with the line.
     """
     if kind_of_file(path) == "tsv":
         yield from ((number, line.split("\t")) for number, line in numbered_lines(path))
@@ -75,9 +66,6 @@ def json_records(path: Path, lenient: bool = False) -> Iterator[tuple[str, Any]]
     """Yield ``(place, record)`` of a file with a JSON value per line, or with one list of objects.
 
     If ``lenient``, lines may be empty, and the list may be of strings.
-
-    Raises:
-        ValueError: for broken JSON, with the line.
     """
     lines = numbered_lines(path)
     if lenient:
@@ -106,10 +94,6 @@ def dataset_records(
     """Yield ``(place, record)`` of what ``datasets`` can load: a set of the Hub, a folder of one, a ``.parquet`` file.
 
     The default split is test, validation or train, the first there is; ``streaming`` keeps no copy.
-
-    Raises:
-        FileNotFoundError: if it cannot be loaded.
-        ValueError: if it has none of the usual splits, and none was named.
     """
     import datasets
 
@@ -130,11 +114,7 @@ def dataset_records(
 
 
 def fields_of(record: Any, where: str, expected: str) -> dict[str, Any]:
-    """Return the fields of a record; ``translation: {"en": ..., "de": ...}``, as in the Hub's translation sets, counts as its content.
-
-    Raises:
-        ValueError: if it is no object.
-    """
+    """Return the fields of a record; ``translation: {"en": ..., "de": ...}``, as in the Hub's translation sets, counts as its content."""
     if not isinstance(record, Mapping):
         raise ValueError(f"{where}: expected {expected}, found {type(record).__name__}.")
     nested = record.get("translation")

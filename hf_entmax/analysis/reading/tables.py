@@ -96,10 +96,6 @@ def check_first_rows(tables: Mapping[str, Sequence[Sequence[Any]]], columns: Seq
     """Say that the first row of several tables looks like a header whose names are not those that were asked for.
 
     ``tables`` are rows by file, the training data first. Of columns asked for by number nothing is guessed.
-
-    Raises:
-        ValueError: if another table begins as the first one does and goes on differently, and no cell of that row stands
-            anywhere else in its column of either.
     """
     if not tables:
         return

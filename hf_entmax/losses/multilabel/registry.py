@@ -118,12 +118,7 @@ def _options(name: str, given: Mapping[str, Any]) -> dict[str, float | Tensor]:
 
 
 def resolve(mapping: str, given: Mapping[str, Any]) -> tuple[MultilabelSpec, dict[str, float | Tensor]]:
-    """Return the loss of that name and its options, wherever they are given.
-
-    Raises:
-        ValueError: for unknown names or options, options out of range, or options given twice.
-        TypeError: for options that are no numbers.
-    """
+    """Return the loss of that name and its options, wherever they are given."""
     name, options = parse_mapping(mapping)
     if "(" in mapping and given:
         raise ValueError(f"mapping={mapping!r} carries its options already; {sorted(given)} were given a second time.")

@@ -37,12 +37,7 @@ class LabelRows:
 def check_labels(
     logits: Tensor, labels: Tensor, mask: Tensor | None, ignore_index: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the labels present and the labels that take part, both bool ``[N, K]``.
-
-    Raises:
-        ValueError: if a label is neither 0, 1 nor ``ignore_index``, or a shape does not fit.
-        TypeError: for an unsuitable dtype.
-    """
+    """Return the labels present and the labels that take part, both bool ``[N, K]``."""
     if not isinstance(labels, Tensor) or labels.is_complex():
         raise TypeError(f"labels must be a bool, int or float tensor, not {getattr(labels, 'dtype', type(labels))}.")
     if logits.ndim == 0 or labels.shape != logits.shape or logits.shape[-1] == 0:
@@ -71,12 +66,7 @@ def check_labels(
 
 
 def check_weight(weight: Tensor | None, n_labels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the weights of the labels, ``[K]``, ones by default.
-
-    Raises:
-        ValueError: if they are negative, not finite or not ``[K]``.
-        TypeError: if they are not floating point.
-    """
+    """Return the weights of the labels, ``[K]``, ones by default."""
     if weight is None:
         return torch.ones(n_labels, device=device, dtype=dtype)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

@@ -129,10 +129,6 @@ def option(interval: Interval, value: float | Tensor, scores: Tensor, dim: int) 
     The option is a number, or a floating-point tensor broadcastable to ``scores`` with size 1 along ``dim``, the dimension to
     normalise (one value for each row, head, ...); its gradient flows. A tensor comes back with ``dim`` moved last, of the
     same rank as ``scores``.
-
-    Raises:
-        TypeError: if ``value`` is neither a real number nor a floating-point tensor.
-        ValueError: if it lies outside its domain, or its shape does not fit.
     """
     if not isinstance(value, Tensor):
         return interval.number(value)

@@ -54,10 +54,6 @@ class MappingSpec:
 
         Each option ``name`` is a number or ``"learned"``; when learned, ``name_init`` says where it starts and
         ``name_range`` its open interval. What is not given takes its default.
-
-        Raises:
-            ValueError: if a key is unknown or a value is outside its range.
-            TypeError: if a value is of the wrong type.
         """
         known = [key for name in self.options for key in (name, f"{name}_init", f"{name}_range")]
         if unknown := sorted(set(options) - set(known)):
@@ -217,11 +213,7 @@ def _guarded(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _check(spec: MappingSpec) -> None:
-    """Try what attention needs of a mapping on small random scores.
-
-    Raises:
-        ValueError: naming the first property that fails.
-    """
+    """Try what attention needs of a mapping on small random scores."""
     random = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(2, 3, 5, 6, generator=random, dtype=torch.float64)
     mask = torch.rand(2, 1, 5, 6, generator=random) > 0.3
