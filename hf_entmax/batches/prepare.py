@@ -48,13 +48,13 @@ class BatchInfo:
     annotations: dict[str, Tensor] = field(default_factory=dict)
 
     def tokens(self, site: str) -> tuple[Tensor | None, Tensor | None]:
-        """Ids and mask of the queries of a site."""
+        """Return ids and mask of the queries of a site."""
         if site == "encoder_self" or self.decoder_ids is None:
             return self.input_ids, self.mask
         return self.decoder_ids, self.decoder_mask
 
     def sides(self, site: str) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-        """Ids and mask of the queries of a site, and of its keys."""
+        """Return ids and mask of the queries of a site, and of its keys."""
         return self.tokens(site), (self.input_ids, self.mask) if site == "cross" else self.tokens(site)
 
 
@@ -160,7 +160,7 @@ def check_vocabulary(model: Any, ids: Tensor, what: str = "token id") -> None:
 
 
 def maximum_length(model: Any) -> int | None:
-    """Longest sequence the position embeddings allow; None for relative or unlimited positions."""
+    """Return the longest sequence the position embeddings allow; None for relative or unlimited positions."""
     config = _text_config(model.config)
     kind = getattr(config, "model_type", "")
     if kind in ("t5", "mt5", "umt5", "byt5", "switch_transformers"):
@@ -243,5 +243,5 @@ def _prepare_decoder(model: Any, info: BatchInfo, tensors: dict[str, Any], label
 
 
 def _until_last(real: Tensor) -> Tensor:
-    """True up to the last True of each row."""
+    """Mark each row up to its last True."""
     return real.flip(1).long().cumsum(1).flip(1) > 0

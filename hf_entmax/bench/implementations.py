@@ -160,7 +160,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], str]
 
 
 def unavailable(name: str, device: str) -> str | None:
-    """Why an implementation cannot run here, or None."""
+    """Say why an implementation cannot run here, or return None."""
     package = {"entmax_bisect": "entmax", "entmax15": "entmax"}.get(name, name)
     if name.startswith("ours_") and name != "ours_exact":
         backend = name.removeprefix("ours_")
@@ -218,7 +218,7 @@ def _reference(problem: Problem, kind: str) -> Tensor:
 
 
 def training_steps(case: ModelCase, device: str, seed: int = 0) -> tuple[dict[str, Callable[[], object]], int]:
-    """One training step of the same model with SDPA softmax and with entmax, by implementation name.
+    """Make one training step of the same model with SDPA softmax and with entmax, by implementation name.
 
     Beside them stand the real (unpadded) source and target tokens of one step.
     """

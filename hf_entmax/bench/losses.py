@@ -78,7 +78,7 @@ def _losses(case: LossCase, alphas: Sequence[float] | None) -> dict[str, tuple[f
 
 
 def _step(loss: Loss, problem: LossProblem) -> tuple[Tensor, ...]:
-    """Forward and backward; the gradients."""
+    """Run forward and backward; return the gradients."""
     leaves = [tensor for tensor in (problem.inputs, problem.weight) if tensor is not None]
     return torch.autograd.grad(loss(problem), leaves)
 
@@ -86,7 +86,7 @@ def _step(loss: Loss, problem: LossProblem) -> tuple[Tensor, ...]:
 def loss_steps(
     case: LossCase, device: str, dtype: torch.dtype = torch.float32, alphas: Sequence[float] | None = None
 ) -> tuple[dict[str, Callable[[], object]], dict[str, list[float]]]:
-    """Forward and backward passes by name, cross-entropy's first, after all were compared with float64; and their errors.
+    """Return forward and backward passes by name, cross-entropy's first, after all were compared with float64; and their errors.
 
     Cross-entropy itself is compared in float32 alone: PyTorch rounds its value to the dtype.
 

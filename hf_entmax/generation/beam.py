@@ -29,7 +29,7 @@ def beam_search(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> list[SearchResult]:
-    r"""Beam search for the most probable output, with a proof where there is one.
+    r"""Search by beams for the most probable output, with a proof where there is one.
 
         p(y | x) = prod_t p(y_t | y_<t, x),     p(. | y_<t, x) = entmax(logits, alpha)
 
@@ -143,7 +143,7 @@ def _note_dead_ends(found: list[SearchState], live: Tensor, log_probs: Tensor) -
 
 
 def _apply_criteria(ensemble: Ensemble, found: list[SearchState], tokens: Tensor, live: Tensor) -> bool:
-    """Stopping criteria other than the end of sequence: what they stop is finished; returns whether time is up."""
+    """Apply stopping criteria other than the end of sequence: what they stop is finished; return whether time is up."""
     time_is_up = False
     member = ensemble.members[0]
     whole = torch.cat((member.input_ids, tokens.to(member.input_ids.device)), dim=-1) if ensemble.criteria else tokens
@@ -214,7 +214,7 @@ def certified_beam_search(
     tolerance: float = TOLERANCE,
     **model_kwargs: Any,
 ) -> Tensor | CertifiedGenerateOutput:
-    """:func:`beam_search` as the decoding loop of ``generate()``.
+    """Run :func:`beam_search` as the decoding loop of ``generate()``.
 
         model.generate(**inputs, num_beams=5, custom_generate=hf_entmax.generation.certified_beam_search)
 

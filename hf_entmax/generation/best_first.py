@@ -183,7 +183,7 @@ def _run(ensemble: Ensemble, searches: list[_BestFirst], batch_size: int) -> lis
 def _search(
     models: list[Any], inputs: list[dict[str, Any]], limits: list[dict[str, Any]], *, batch_size: int, **rest: Any
 ) -> list[SearchState]:
-    """Best-first search for every element of a batch, with the limits of each."""
+    """Search best-first for every element of a batch, with the limits of each."""
 
     def body(ensemble: Ensemble, limits: list[dict[str, Any]] = limits) -> list[SearchState] | None:
         eos, longest = ensemble.eos_token_ids, ensemble.max_new_tokens

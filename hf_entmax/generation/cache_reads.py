@@ -79,7 +79,7 @@ class Certificate:
         return self.keys_total - self.keys_read
 
     def rows(self) -> list[dict[str, str | int | float]]:
-        """One row per layer and head, for tables and data frames."""
+        """Make one row per layer and head, for tables and data frames."""
         return [
             {
                 "layer": layer.name,

@@ -64,7 +64,7 @@ class ForcedDecoding:
         return spans
 
     def _described(self) -> Iterator[tuple[str, ForcedStep, list[str], int]]:
-        """Of each span its tokens and first step; what else had mass there, and how much more than is listed."""
+        """Yield of each span its tokens and first step; what else had mass there, and how much more than is listed."""
         for span in self.spans():
             step, others = span[0], []
             if not step.certain:
@@ -76,7 +76,7 @@ class ForcedDecoding:
             yield name, step, others, 0 if step.certain else step.support_size - len(step.support)
 
     def to_text(self) -> str:
-        """One line per span: the tokens, the probability, and what else had mass."""
+        """Write one line per span: the tokens, the probability, and what else had mass."""
         lines = []
         width = max((len(name) for name, *_ in self._described()), default=0)
         for name, step, others, more in self._described():
@@ -135,7 +135,7 @@ def force_decode(
     max_support: int = 20,
     **options: Any,
 ) -> list[ForcedDecoding]:
-    """Probabilities of given outputs, position by position, with what else the model would have accepted there.
+    """Compute the probabilities of given outputs, position by position, with what else the model would have accepted there.
 
     Args:
         model: as for ``beam_search``; a list of models is an ensemble.

@@ -110,7 +110,7 @@ def _new_cache(model: Any, generation_config: Any) -> Any:
 
 
 def _place(processors: list[Any]) -> int:
-    """After everything that acts on logits or forbids tokens, before everything that samples from probabilities.
+    """Find the place after everything that acts on logits or forbids tokens, before everything that samples from probabilities.
 
     What is forbidden first gets no mass, and the others share all of it; temperature, top-k and top-p then act on the
     sparse distribution.

@@ -45,7 +45,7 @@ class GrowingLayer(DynamicLayer):
         self._recorded = 0
 
     def _restarted(self) -> None:
-        """Called where keys were moved to other places of the buffer."""
+        """Take note that keys were moved to other places of the buffer."""
 
     # Transformers' layers hold these as attributes; models read them (cross-attention, once it is filled).
     @property
@@ -178,11 +178,11 @@ class GrowingLayer(DynamicLayer):
         return kept + query_length, self._total - kept
 
     def get_seq_length(self) -> int:
-        """Tokens seen so far."""
+        """Count the tokens seen so far."""
         return self._total
 
     def get_max_length(self) -> int:
-        """``max_cache_len``, the window of a sliding layer, or -1 where there is no limit."""
+        """Return ``max_cache_len``, the window of a sliding layer, or -1 where there is no limit."""
         return self.sliding_window or self.max_cache_len or -1
 
     def activate_past_recording(self) -> None:
@@ -210,7 +210,7 @@ class GrowingLayer(DynamicLayer):
         self._before = min(self._before, left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``b`` becomes what row ``beam_idx[b]`` was; rows that stay are not touched."""
+        """Let row ``b`` become what row ``beam_idx[b]`` was; rows that stay are not touched."""
         if not self._total:
             return
         index = beam_idx.to(self.device)
@@ -223,11 +223,11 @@ class GrowingLayer(DynamicLayer):
                 self._key, self._value = self._key[index], self._value[index]  # type: ignore[index]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, one after the other."""
+        """Repeat every row ``repeats`` times, one after the other."""
         if self._total:
             self.reorder_cache(torch.arange(self._key.shape[0]).repeat_interleave(repeats))  # type: ignore[union-attr]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, given by number or as bool ``[B]``."""
+        """Keep only these rows, given by number or as bool ``[B]``."""
         if self._total:
             self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)

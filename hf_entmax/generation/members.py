@@ -138,7 +138,7 @@ class Member:
         return torch.cat(rows)
 
     def with_prompts(self, tokens: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """Prompts, those of ``rows`` or as many as there are rows of tokens, and new tokens."""
+        """Join prompts, those of ``rows`` or as many as there are rows of tokens, and new tokens."""
         prompts = self.input_ids.expand(len(tokens), -1) if rows is None else self.input_ids[list(rows)]
         return torch.cat((prompts, tokens.to(prompts.device)), dim=-1)
 
@@ -167,7 +167,7 @@ class Ensemble:
         options: dict[str, Any],
         output_alpha: float | None = None,
     ) -> Ensemble:
-        """From what ``generate()`` hands to a decoding loop; where ``output_alpha`` is None, the configuration decides."""
+        """Make one from what ``generate()`` hands to a decoding loop; where ``output_alpha`` is None, the configuration decides."""
         processors, entmax = _without_entmax(logits_processor, model, output_alpha)
         eos, criteria = _end_of_sequence(generation_config, stopping_criteria)
         length = int(generation_config.max_length) - input_ids.shape[1]
@@ -175,7 +175,7 @@ class Ensemble:
 
     @classmethod
     def joined(cls, parts: Sequence[Ensemble]) -> Ensemble:
-        """One of all members, which stops by the criteria of the first."""
+        """Make one of all members, which stops by the criteria of the first."""
         ends = [part.eos_token_ids for part in parts]
         if len({tuple(sorted(eos)) for eos in ends}) > 1:
             raise ValueError(f"the models of an ensemble must end their sequences alike, but have eos_token_id {ends}.")
@@ -281,7 +281,7 @@ def as_models(model: Any) -> list[Any]:
 
 
 def as_inputs(inputs: Any, models: list[Any]) -> list[dict[str, Any]]:
-    """One dictionary of inputs for each model, on its device."""
+    """Return one dictionary of inputs for each model, on its device."""
     several = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs] * len(models)
     if len(several) != len(models):
         raise ValueError(f"{len(several)} dictionaries of inputs for {len(models)} models: give one, or one each.")
@@ -392,7 +392,7 @@ def with_one_input(
     options: dict[str, Any],
     **rest: Any,
 ) -> T:
-    """As :func:`with_members`, for element ``index`` of the batch alone."""
+    """Do as :func:`with_members` for element ``index`` of the batch alone."""
     if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
         # The user's function counts the elements of the user's batch.
         options = {**options, "prefix_allowed_tokens_fn": lambda _, input_ids: allowed(index, input_ids)}

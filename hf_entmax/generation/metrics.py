@@ -24,7 +24,7 @@ NAMES = ("epsilon_perplexity", "sparsemax_score", "jensen_shannon", "support_siz
 
 
 def epsilon_perplexity(probs: Tensor, labels: Tensor, epsilon: float = EPSILON, ignore_index: int = -100) -> Tensor:
-    r"""Perplexity after adding a little to every probability: finite also where the model ruled the word out.
+    r"""Compute the perplexity after adding a little to every probability: finite also where the model ruled the word out.
 
         eps-ppl = exp(-mean_t log p_eps(y_t)),     p_eps(y) = (p(y) + eps) / (1 + eps V)
 
@@ -49,7 +49,7 @@ def epsilon_perplexity(probs: Tensor, labels: Tensor, epsilon: float = EPSILON, 
 
 
 def sparsemax_score(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    r"""One minus the sparsemax loss of the probabilities, a generalised accuracy.
+    r"""Compute one minus the sparsemax loss of the probabilities, a generalised accuracy.
 
         sp = mean_t [p_t(y_t) + (1 - ||p_t||^2) / 2]
 
@@ -72,7 +72,7 @@ def sparsemax_score(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> 
 
 
 def jensen_shannon(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    r"""Jensen-Shannon divergence between the probabilities and the label.
+    r"""Compute the Jensen-Shannon divergence between the probabilities and the label.
 
         JS = mean_t [H((p_t + e_y) / 2) - H(p_t) / 2],     a function of p_t(y_t) alone
 
@@ -94,7 +94,7 @@ def jensen_shannon(probs: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
 
 def support_size(probs: Tensor, labels: Tensor | None = None, ignore_index: int = -100) -> Tensor:
-    """Mean number of words with a probability above 0.
+    """Return the mean number of words with a probability above 0.
 
     Args:
         probs: ``[..., V]``.
@@ -207,11 +207,11 @@ class SamplingMetrics:
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> SamplingMetrics:
-        """With the alpha of a model's output and the alignment of its labels; ``options`` override."""
+        """Make one with the alpha of a model's output and the alignment of its labels; ``options`` override."""
         return cls(**{"alpha": output_alpha_of(model, None), "shift": shifts_labels(model), **options})
 
     def preprocess_logits_for_metrics(self, logits: Any, labels: Tensor) -> Tensor:
-        """Four numbers per position, ``[B, T, 4]``, from the logits ``[B, T, V]`` (or what starts with them)."""
+        """Compute four numbers per position, ``[B, T, 4]``, from the logits ``[B, T, V]`` (or what starts with them)."""
         logits = logits[0] if isinstance(logits, (tuple, list)) else logits
         labels = self._aligned(labels)
         return position_metrics(logits, labels, self.alpha, epsilon=self.epsilon, ignore_index=self.ignore_index)
@@ -249,6 +249,6 @@ def _epsilon_log(reached: Tensor, epsilon: float, classes: int) -> Tensor:
 
 
 def _divergence(reached: Tensor) -> Tensor:
-    """H((p + e_y)/2) - H(p)/2: all terms but those of the label cancel."""
+    """Return ``H((p + e_y)/2) - H(p)/2``: all terms but those of the label cancel."""
     middle = 0.5 * (1.0 + reached)
     return 0.5 * (1.0 - reached) * math.log(2.0) + 0.5 * torch.special.xlogy(reached, reached) - middle * middle.log()

@@ -38,7 +38,7 @@ class TreeNode:
     children: list[TreeNode]
 
     def walk(self) -> Iterator[TreeNode]:
-        """This node and all below it, parents first."""
+        """Yield this node and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -62,7 +62,7 @@ class HypothesisTree:
     missing: float
 
     def to_text(self) -> str:
-        """Branches drawn with lines; ``p`` of each leaf is the probability of the whole hypothesis."""
+        """Draw the branches with lines; ``p`` of each leaf is the probability of the whole hypothesis."""
         lines: list[tuple[str, str]] = []
         _write(self.root, "", "", lines)
         width = max(len(left) for left, _ in lines)
@@ -186,7 +186,7 @@ def labeller(tokenizer: Any) -> Callable[[int], str]:
 
 
 def percent(probability: float) -> str:
-    """``0.664`` as ``66.4 %``, and never rounded to a certainty that is none."""
+    """Write ``0.664`` as ``66.4 %``, and never rounded to a certainty that is none."""
     if 0.9995 <= probability < 1.0:
         return ">99.9 %"
     if 0.0 < probability < 0.0005:

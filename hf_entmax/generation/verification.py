@@ -78,7 +78,7 @@ def compare_with_dense(
 
 
 def _score_rounding(query: Tensor, key: Tensor, options: AttentionOptions, visible: Tensor, depth: int) -> Tensor:
-    """Bound of the rounding of every score of a row in float32, ``[B, H, T_q, 1]``."""
+    """Bound the rounding of every score of a row in float32, ``[B, H, T_q, 1]``."""
     group = query.shape[1] // key.shape[1]
     keys = key.double().abs().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(group, 1)
     size = query.double().abs().nan_to_num(0.0, 0.0, 0.0) @ keys.transpose(-1, -2) * abs(options.scale(depth))

@@ -294,7 +294,7 @@ def _mean_density(record: dict[str, Any] | None) -> float:
 
 
 def _range_in_words(alphas: Tensor) -> str:
-    """Smallest, median and largest alpha; those of a sharded model are on several processes, and one writes the card."""
+    """Write the smallest, median and largest alpha; those of a sharded model are on several processes, and one writes the card."""
     if isinstance(alphas, DTensor):
         return "of a sharded model: not read"
     known = alphas[~alphas.isnan()]

@@ -72,7 +72,7 @@ def _is_router(cls: type[nn.Module]) -> bool:
 
 
 def _called(cls: type[nn.Module]) -> list[types.FunctionType]:
-    """``forward`` and, from there on, the class's methods and its package's functions that are named in what is called."""
+    """List ``forward`` and, from there on, the class's methods and its package's functions that are named in what is called."""
     waiting, found = [cls.forward], []
     while waiting:
         function = inspect.unwrap(waiting.pop())

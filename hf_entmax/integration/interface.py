@@ -74,7 +74,7 @@ def entmax_attention_forward(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as ``AttentionInterface`` wants it, with the mapping of the module that calls.
+    """Attend as ``AttentionInterface`` wants it, with the mapping of the module that calls.
 
     Args:
         module: the attention module; its child ``entmax_norm`` says which mapping and with which numbers.
@@ -208,7 +208,7 @@ def _attend_paged(
     observers: tuple[Observer, ...],
     refused: dict[str, Tensor | None],
 ) -> Tensor:
-    """The output ``[1, T_q, H, D_v]`` for the requests of a step of continuous batching."""
+    """Return the output ``[1, T_q, H, D_v]`` for the requests of a step of continuous batching."""
     given = [name for name, tensor in refused.items() if tensor is not None]
     if given or options.need_weights:
         what = "weights are not handed out" if options.need_weights else f"{given[0]} is not supported"
@@ -248,7 +248,7 @@ def _alpha_max(heads: nn.Module | None) -> float:
 
 
 def _number_of_heads(module: nn.Module, heads: nn.Module | None) -> int:
-    """Query heads of a module, on all processes together."""
+    """Count the query heads of a module, on all processes together."""
     return head_count(module) if heads is None else _unwrapped(heads).num_heads
 
 

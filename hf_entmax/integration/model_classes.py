@@ -47,7 +47,7 @@ def model_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 
 
 def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Models without an auto class: those of the modelling file that name this configuration as theirs."""
+    """List models without an auto class: those of the modelling file that name this configuration as theirs."""
     package = type(config).__module__
     name = package.replace("configuration_", "modeling_")
     try:

@@ -184,7 +184,7 @@ class OutputLoss:
 
     @torch.no_grad()
     def _entropies(self, hidden: Tensor, head: nn.Linear, softcap: float | None, labels: Tensor) -> Tensor:
-        """Shannon entropies, in nats, of the probabilities at the positions with a label; 0 elsewhere."""
+        """Compute Shannon entropies, in nats, of the probabilities at the positions with a label; 0 elsewhere."""
         places = labels != -100
         found = [hidden.new_zeros(0)]
         for part in hidden[places].split(256):

@@ -38,7 +38,7 @@ class Step(Protocol):
     """One forward pass of the engine."""
 
     def visible_keys(self, module: nn.Module) -> Tensor:
-        """How many keys each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
+        """Count the keys that each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
         ...
 
     def attend(self, call: PagedCall, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -77,7 +77,7 @@ def scaled_query(
 
 
 def input_width(module: nn.Module) -> int:
-    """Width of the hidden states that enter an attention module, which is that of its first projection."""
+    """Return the width of the hidden states that enter an attention module, which is that of its first projection."""
     for child in module.modules():
         width = getattr(child, "in_features", getattr(child, "nx", None))  # nx: Conv1D of GPT-2
         if isinstance(width, int):

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def frame_seconds(model: Any, extractor: Any) -> float:
-    """Seconds from one position of a speech encoder's output to the next.
+    """Return the seconds from one position of a speech encoder's output to the next.
 
     Args:
         model: a speech model that writes.

@@ -259,7 +259,7 @@ def _made_of(loss: torch.Tensor, nodes: list[Any]) -> bool:
 
 
 def _mean_support(trainer: Any, dataloader: Any, batches: list[torch.Tensor]) -> float | None:
-    """Mean number of classes with a probability above 0, over the rows of all processes.
+    """Return the mean number of classes with a probability above 0, over the rows of all processes.
 
     With several processes the last batches are filled up with rows that were there before. They stand last when the
     processes' batches are put one after the other, and are left out, as ``Accelerator.gather_for_metrics`` leaves them

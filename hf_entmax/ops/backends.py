@@ -102,7 +102,7 @@ def _refused(name: str, where: str, fault: str) -> str:
 
 
 def _fault_on(name: str, device: torch.device) -> str | None:
-    """Why the kernels are not to be used on a GPU: its kind is tried before it is used for the first time."""
+    """Say why the kernels are not to be used on a GPU, or return None: its kind is tried before it is used for the first time."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -169,7 +169,7 @@ def _rows(kernel: ModuleType, device: torch.device, alpha: float) -> Iterator[tu
 def _by_bisection(
     query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, None]:
-    """Entmax attention as its definition says it, in the dtype of the query."""
+    """Attend with entmax as its definition says it, in the dtype of the query."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = query @ key.mT * options.scale(query.shape[-1])
     if options.softcap:

@@ -84,7 +84,7 @@ def read_verbs(path: Path | None = None) -> list[Verb]:
 
 
 def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) -> tuple[list[Verb], list[Verb]]:
-    """Training and held-out verbs, a share ``held_out`` of each class, so that both parts have the same mixture."""
+    """Split into training and held-out verbs, a share ``held_out`` of each class, so that both parts have the same mixture."""
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out={held_out!r} is not allowed: give a share of the verbs in (0, 1).")
     rng = random.Random(seed)
@@ -100,7 +100,7 @@ def split_verbs(verbs: Sequence[Verb], seed: int = 0, held_out: float = 0.12) ->
 
 
 def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Question]:
-    """Four questions per verb, with the groups that they count in.
+    """Ask four questions per verb, with the groups that they count in.
 
     An irregular verb counts as like the training verbs, ``known``, when a prefix explains its difference from one
     (``mislead`` from ``lead``, ``understand`` and ``withstand`` from ``stand``, whether that is a verb of training or not).
@@ -123,13 +123,13 @@ def questions(verbs: Iterable[Verb], known: Iterable[Verb] = ()) -> list[Questio
 
 
 def training_questions(known: Sequence[Verb]) -> list[Question]:
-    """Every question about these verbs, those with irregular answers more than once."""
+    """Ask every question about these verbs, those with irregular answers more than once."""
     asked = questions(known)
     return asked + (IRREGULAR_COPIES - 1) * [q for q in asked if q.groups[0] in ("irregular", "mixed")]
 
 
 def _parents(verbs: Sequence[Verb]) -> dict[str, str]:
-    """For each lemma the shortest one that makes it, and all its past forms, by the same prefix; else itself."""
+    """Find for each lemma the shortest one that makes it, and all its past forms, by the same prefix; else itself."""
     by_lemma = {verb.lemma: verb for verb in verbs}
 
     def derives(verb: Verb, base: Verb) -> bool:
@@ -173,7 +173,7 @@ def source_text(question: Question, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def training_set(asked: Iterable[Question], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Token ids of all pairs: a question with several answers gives one pair for each."""
+    """Make a data set of the token ids of all pairs: a question with several answers gives one pair for each."""
     pairs = [(source_text(question, tokenizer), answer) for question in asked for answer in question.answers]
     sources = tokenizer([source for source, _ in pairs])
     labels = tokenizer(text_target=[answer for _, answer in pairs])["input_ids"]
@@ -185,7 +185,7 @@ def training_set(asked: Iterable[Question], tokenizer: PreTrainedTokenizerBase) 
 def batches(
     asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 512
 ) -> Iterable[tuple[list[Question], BatchEncoding]]:
-    """Padded encoder inputs of questions sorted by length, with the questions of each batch."""
+    """Yield padded encoder inputs of questions sorted by length, with the questions of each batch."""
     ordered = sorted(asked, key=lambda question: len(question.lemma))
     for start in range(0, len(ordered), batch_size):
         part = ordered[start : start + batch_size]
@@ -196,7 +196,7 @@ def batches(
 def labelled_batches(
     asked: Sequence[Question], tokenizer: PreTrainedTokenizerBase, batch_size: int = 128
 ) -> list[BatchEncoding]:
-    """Batches with the first right answers as labels, padded with -100."""
+    """Make batches with the first right answers as labels, padded with -100."""
     found = []
     for part, inputs in batches(asked, tokenizer, batch_size):
         firsts = [question.answers[0] for question in part]

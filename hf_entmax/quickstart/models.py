@@ -106,14 +106,14 @@ def load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def _with_answer_length(model: Any) -> Any:
-    """Room for a whole verb form in ``generate()``."""
+    """Make room for a whole verb form in ``generate()``."""
     model.generation_config.max_length = None
     model.generation_config.max_new_tokens = MAX_NEW_TOKENS
     return model
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Factor of the learning rate: up to 1 within ``WARMUP`` of the steps, then linearly down to 0."""
+    """Return the factor of the learning rate: up to 1 within ``WARMUP`` of the steps, then linearly down to 0."""
     done = step / steps
     return max(0.0, min(max(done, 1 / steps) / WARMUP, (1 - done) / (1 - WARMUP), 1.0))
 

@@ -66,13 +66,13 @@ class AlphaVector:
             self.scaled[places] = True
 
     def softened(self, a: Tensor, softening: Tensor) -> Tensor:
-        """These ``a`` ``[count]``, and factors ``1 / (1 + r (alpha - 1))`` with the ``r`` of each, ``[count]``."""
+        """Join these ``a`` ``[count]`` and factors ``1 / (1 + r (alpha - 1))`` with the ``r`` of each, ``[count]``."""
         lo, hi = self.range
         factors = -(softening * (lo - 1 + (hi - lo) * a.sigmoid())).log1p()
         return torch.cat([a, *(factors[places] for _, places in self._scales)])
 
     def even(self, share: float) -> Tensor:
-        """One alpha for all, at ``share`` of the range, and temperatures that make entmax about as sharp as softmax.
+        """Return one alpha for all, at ``share`` of the range, and temperatures that make entmax about as sharp as softmax.
 
         See `hf_entmax.length.ConstantScaling.soften`.
         """
@@ -80,7 +80,7 @@ class AlphaVector:
         return self.softened(a, torch.full_like(a, SOFTENING))
 
     def between(self, start: Tensor, end: Tensor, share: float) -> Tensor:
-        """The point at ``share`` of the straight line of alphas, and of logarithms of the factors.
+        """Return the point at ``share`` of the straight line of alphas, and of logarithms of the factors.
 
         A line of ``a`` would fall to softmax at once: its lowest values are far below.
         """
@@ -88,7 +88,7 @@ class AlphaVector:
         return self.clamp(torch.cat([alpha, torch.lerp(start[self.count :], end[self.count :], share)]))
 
     def clamp(self, values: Tensor, least: float = 1e-6) -> Tensor:
-        """Alphas from ``least`` of their range on, and factors within 1/20 and 20."""
+        """Keep alphas from ``least`` of their range on, and factors within 1/20 and 20."""
         bound, bottom = math.log(20), math.log(least / (1 - least))
         return torch.cat([values[: self.count].clamp(bottom, self.top), values[self.count :].clamp(-bound, bound)])
 
@@ -106,7 +106,7 @@ class AlphaVector:
         return torch.cat([part if place < len(self._alphas) else (1 + part).log() for place, part in enumerate(own)])
 
     def slope(self, loss: Tensor) -> Tensor:
-        """Derivative of a loss in the values: float64 ``[N]`` on the CPU, 0 where there is none."""
+        """Return the derivative of a loss in the values: float64 ``[N]`` on the CPU, 0 where there is none."""
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         parts = []
         for place, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):

@@ -49,7 +49,7 @@ class Calibration:
         return float(torch.cat([values.flatten() for values in self.density.values()]).nanmean())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only: what is saved with the model, as ``model.config.entmax_calibration``."""
+        """Return plain types only: what is saved with the model, as ``model.config.entmax_calibration``."""
         number = lambda x: None if math.isnan(x) else round(x, 4)  # noqa: E731 - JSON knows no NaN
         plain = lambda table: {site: [[number(x) for x in row] for row in v.tolist()] for site, v in table.items()}  # noqa: E731
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -179,7 +179,7 @@ def _check_arguments(budget: float, steps: int, learning_rate: float) -> None:
 
 @contextlib.contextmanager
 def evaluated_alone(model: PreTrainedModel, vector: AlphaVector) -> Iterator[None]:
-    """Evaluation mode, and gradients for the alphas alone; afterwards everything is as it was."""
+    """Switch to evaluation mode and gradients for the alphas alone; afterwards everything is as it was."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("alphas are searched by gradients, which torch.inference_mode() forbids: call it outside.")
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -152,7 +152,7 @@ class AlphaSchedule:
         self.over, self.shape = float(over), shape
 
     def __call__(self, share: float) -> float:
-        """Alpha when ``share`` of training, in [0, 1], is done."""
+        """Return alpha when ``share`` of training, in [0, 1], is done."""
         done = min(1.0, share / self.over)
         if callable(self.shape):
             done = self.shape(done)
@@ -161,7 +161,7 @@ class AlphaSchedule:
         return self.start + (self.end - self.start) * done
 
     def arrived(self, share: float) -> bool:
-        """Whether alpha moves no more: learned alphas are free from here on."""
+        """Tell whether alpha moves no more: learned alphas are free from here on."""
         return share >= self.over
 
 
@@ -190,7 +190,7 @@ class AlphaScheduleCallback(TrainerCallback):
         self.schedule = AlphaSchedule(start, end, over, shape)
 
     def value(self, step: int, max_steps: int) -> float:
-        """Alpha at a step."""
+        """Return alpha at a step."""
         return self.schedule(step / max(1, max_steps))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -215,7 +215,7 @@ class AlphaScheduleCallback(TrainerCallback):
         set_alphas(model, self.value(state.global_step, state.max_steps))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A fixed alpha ends exactly where the schedule ends."""
+        """Let a fixed alpha end exactly where the schedule ends."""
         model = _inner(kwargs["model"])
         if entmax_config(model).alpha != "learned" and self.schedule.arrived(state.global_step / state.max_steps):
             set_alphas(model, self.value(state.max_steps, state.max_steps))
@@ -244,7 +244,7 @@ class SmoothedEntmaxLoss:
         self.shift = shift
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """The loss of a batch: mean over its labels, or sum over ``num_items_in_batch`` where the Trainer gives that."""
+        """Return the loss of a batch: mean over its labels, or sum over ``num_items_in_batch`` where the Trainer gives that."""
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         if self.shift:
             labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
@@ -254,7 +254,7 @@ class SmoothedEntmaxLoss:
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The model inside distributed wrappers, torch.compile and PEFT."""
+    """Return the model inside distributed wrappers, torch.compile and PEFT."""
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"No transformers model was found inside {type(model).__name__}.")
@@ -262,7 +262,7 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _inner(model: nn.Module) -> PreTrainedModel:
-    """The same of a model that must be patched."""
+    """Return the same of a model that must be patched."""
     inner = plain_model(model)
     if not is_patched(inner):
         raise ValueError(f"{type(inner).__name__} is not patched: call hf_entmax.patch_model(model) before training.")
@@ -280,7 +280,7 @@ def _alpha_logs(table: dict[str, Tensor], per_head: bool) -> dict[str, float]:
 
 
 def rounded(values: Any) -> Any:
-    """Nested lists with five digits: enough to draw, a third of the size. NaN becomes None, which JSON knows."""
+    """Return nested lists with five digits: enough to draw, a third of the size. NaN becomes None, which JSON knows."""
     values = values.tolist() if isinstance(values, Tensor) else values
     if isinstance(values, list):
         return [rounded(value) for value in values]

@@ -55,7 +55,7 @@ class DensitySearch:
         return density
 
     def line(self, point: Callable[[float], Tensor], name: str, first: float, low: float, high: float) -> None:
-        """The densest point of a line on which density falls that is sparse enough."""
+        """Find the densest point of a line on which density falls that is sparse enough."""
         share = first
         for _ in range(_TRIALS):
             density = self.try_(point(share), f"{name} {share:.3g}")
@@ -68,7 +68,7 @@ class DensitySearch:
             share = (low + high) / 2
 
     def _even(self) -> None:
-        """One alpha for all heads; where the highest is not sparse enough, temperatures are given up for sharper rows."""
+        """Try one alpha for all heads; where the highest is not sparse enough, temperatures are given up for sharper rows."""
         self.line(self.vector.even, "all heads, share of the range of alpha:", _FIRST, 0.0, _HIGHEST)
         if self.density:
             return
@@ -82,7 +82,7 @@ class DensitySearch:
         self.line(lambda share: self.vector.between(highest, sharpest, share), "sharpened by", 0.5, 0.0, 1.0)
 
     def choose(self) -> float:
-        """Each head its own alpha, by what it is estimated to cost; returns the price of a density of 1, in nats."""
+        """Give each head its own alpha, by what it is estimated to cost; return the price of a density of 1, in nats."""
         task = self.task
         batches, counts = ([values[i] for i in task.fitted[:_ESTIMATED]] for values in (task.batches, task.counts))
         sensitivity = measure_sensitivity(task.model, batches, counts, task.loss, self.vector)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class DensitySearch:
         return price
 
     def refine(self, price: float, steps: int, learning_rate: float) -> None:
-        """Gradient steps on loss + pressure * soft density; the pressure goes up while the weights are too dense."""
+        """Take gradient steps on loss + pressure * soft density; the pressure goes up while the weights are too dense."""
         if not steps:
             return
         start = self.best

@@ -29,7 +29,7 @@ def logit_distillation(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> Tensor:
-    r"""How far a student's output is from a softmax teacher's: the Fenchel-Young loss with the teacher as target.
+    r"""Measure how far a student's output is from a softmax teacher's: the Fenchel-Young loss with the teacher as target.
 
         L = T^2 mean_t [ (p_t - q_t).z_t / T + H(p_t) - H(q_t) ],     q_t = softmax(teacher_t / T),  p_t = entmax(z_t / T)
 
@@ -73,7 +73,7 @@ def logit_distillation(
 
 
 def attention_distillation(student: Tensor, teacher: Tensor, pairs: Tensor, kind: str = "kl") -> Tensor:
-    r"""How far the attention of one module is from its softmax teacher's, mean over heads and queries.
+    r"""Measure how far the attention of one module is from its softmax teacher's, mean over heads and queries.
 
         kl:   sum_j p_j (log p_j - log q_j)          mse:   sum_j (p_j - q_j)^2
 
@@ -143,7 +143,7 @@ def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
 
 
 def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Recorded) -> dict[str, Tensor]:
-    """Which (query, key) pairs of a recorded pass over ``batch`` are possible: padding and the future are not.
+    """Mark which (query, key) pairs of a recorded pass over ``batch`` are possible: padding and the future are not.
 
     Returns:
         Name of the module -> bool ``[B, T_q, T_k]``. Modules of one site and shape share one tensor.
@@ -163,7 +163,7 @@ def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Re
 
 
 def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch whose labels say where a text has been filled up, if it has no mask that does."""
+    """Give a batch a mask where only its labels say where a text has been filled up."""
     labels, ids = batch.get("labels"), batch.get("input_ids")
     if (
         batch.get("attention_mask") is None

@@ -14,7 +14,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay is for: all but biases and the scales of normalisation layers."""
+    """Return the names of the parameters that weight decay is for: all but biases and the scales of normalisation layers."""
     return set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
 
 
@@ -25,7 +25,7 @@ def alpha_parameter_groups(
     weight_decay: float = 0.0,
     length_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for any optimiser of ``torch.optim``: weights, weights without decay, the heads' alphas, length scaling.
+    """Make groups for any optimiser of ``torch.optim``: weights, weights without decay, the heads' alphas, length scaling.
 
     Alphas are never decayed (decay would pull ``a`` to 0, alpha to the middle of its range), nor is length scaling, and
     both may learn faster than the weights. Give the result to an optimiser and that to the Trainer,
@@ -85,12 +85,12 @@ def alpha_parameter_groups(
 
 
 def trained_alphas(model: nn.Module) -> list[nn.Parameter]:
-    """The alphas (and length scalings) of a model that take gradients."""
+    """List the alphas (and length scalings) of a model that take gradients."""
     return [parameter for parameter in _heads(model) if parameter.requires_grad]
 
 
 def trains_weights(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether training changes what a model computes with softmax attention and without adapters.
+    """Tell whether training changes what a model computes with softmax attention and without adapters.
 
     Args:
         outer: the model that is trained, perhaps PEFT's.

@@ -69,7 +69,7 @@ class Task:
         return count_labels(self.model, batch)
 
     def loss(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-        """Mean loss of a batch, in the autograd graph of the alphas."""
+        """Return the mean loss of a batch, in the autograd graph of the alphas."""
         if self.own_loss is not None:
             return _checked(self.own_loss(model, batch))
         value = model(**batch).loss
@@ -78,7 +78,7 @@ class Task:
         return value
 
     def mean(self, values: list[float], batches: list[int]) -> float:
-        """Over all tokens of these batches."""
+        """Average over all tokens of these batches."""
         counts = [self.counts[i] for i in batches]
         return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 
@@ -93,7 +93,7 @@ class Task:
 
     @torch.no_grad()
     def measure_softmax(self) -> float:
-        """The loss of all batches to compare with; that of each is kept."""
+        """Measure the loss of all batches to compare with; that of each is kept."""
         with softmax_attention(self.model):
             self.reference = [float(self.loss(self.model, batch)) for batch in self.batches]
         mean = self.mean(self.reference, list(range(len(self.batches))))
@@ -103,7 +103,7 @@ class Task:
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """Loss of the batches that judge and density ``[layers, heads]`` with these values of ``a``."""
+        """Measure loss of the batches that judge and density ``[layers, heads]`` with these values of ``a``."""
         self.vector.set_(values)
         sums: dict[str, Tensor] = {}
         sites = {site.name: site for site in attention_sites(self.model)}
@@ -130,7 +130,7 @@ class Task:
         return self.mean(losses, self.judging), {site: pad_sequence(own, True, math.nan) for site, own in rows.items()}
 
     def cost_and_density(self, index: int) -> tuple[Tensor, Tensor]:
-        """What a batch costs and its soft density, mean over heads, both in the graph of the values.
+        """Return what a batch costs and its soft density, mean over heads, both in the graph of the values.
 
         The cost is how far the predictions are from those with softmax, in nats. Alphas have little to learn from a text by
         that, and much less noise: on SmolLM2 they hold on other text, where those that follow the loss of a few thousand
@@ -150,7 +150,7 @@ class Task:
 
     @torch.no_grad()
     def _softmax_predictions(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Logits with softmax attention, and labels that say which of them are of real tokens; None where none are a choice."""
+        """Return logits with softmax attention, and labels that say which of them are of real tokens; None where none are a choice."""
         config = entmax_config(self.model)
         several = getattr(self.model.config, "problem_type", None) == "multi_label_classification"
         if self.own_loss is not None or config.output_alpha or config.output_mapping or several:
@@ -174,7 +174,7 @@ class Search:
         self._start()
 
     def _start(self) -> None:
-        """From the lowest alphas."""
+        """Begin from the lowest alphas."""
         self.fits = False
         self.best: Tensor = self.vector.even(_SOFTMAX)
         rise = self.try_(self.best, "lowest alphas")
@@ -219,7 +219,7 @@ class Search:
         return rise if math.isfinite(rise) else math.inf
 
     def choose(self) -> float:
-        """The sum of estimated costs, moved until the loss fits; returns the price of a density of 1 there, in nats."""
+        """Move the sum of estimated costs until the loss fits; return the price of a density of 1 there, in nats."""
         task = self.task
         batches, counts = ([values[i] for i in task.fitted[:_ESTIMATED]] for values in (task.batches, task.counts))
         sensitivity = measure_sensitivity(task.model, batches, counts, task.loss, self.vector)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ class Search:
         return price or price_here
 
     def climb(self) -> None:
-        """One alpha for all, raised while the loss fits."""
+        """Try one alpha for all, raised while the loss fits."""
         low, high, share = 0.0, math.inf, _FIRST
         for _ in range(_TRIALS):
             if self.try_(self.vector.even(share), f"all at {share:.1%} of the range of alpha") <= self.budget:
@@ -268,7 +268,7 @@ class Search:
             share = min(_HIGHEST, 2 * low) if high == math.inf else (low + high) / 2 if low else high / 3
 
     def refine(self, price: float, steps: int, learning_rate: float) -> None:
-        """Gradient steps on cost + pressure * soft density; the pressure goes up while the loss is within the budget."""
+        """Take gradient steps on cost + pressure * soft density; the pressure goes up while the loss is within the budget."""
         if not steps:
             return
 
@@ -281,7 +281,7 @@ class Search:
         self._draw_back(self.best, values)
 
     def _draw_back(self, origin: Tensor, reached: Tensor, high: float = math.inf) -> None:
-        """As far along the line as the budget allows, also beyond what was reached; ``high`` is known to be too far."""
+        """Go as far along the line as the budget allows, also beyond what was reached; ``high`` is known to be too far."""
         low, share = 0.0, min(1.0, high / 2)
         for _ in range(_TRIALS):
             values = reached if share == 1 else self.vector.between(origin, reached, share)
@@ -293,7 +293,7 @@ class Search:
 
 
 def _checked(value: Any) -> Tensor:
-    """What the user's own loss returned, if it can be used."""
+    """Return what the user's own loss returned, if it can be used."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
         raise ValueError(f"loss= returned {shown}: a scalar tensor is needed, made of what the model returns.")
@@ -313,7 +313,7 @@ def descend(
     learning_rate: float,
     judge: Callable[[Tensor, int], bool],
 ) -> Tensor:
-    """Adam on the values: cost + pressure * soft density, the pressure moved by what the batches that judge say.
+    """Run Adam on the values: cost + pressure * soft density, the pressure moved by what the batches that judge say.
 
     The loss of one batch is much noisier than a budget is large: nothing could be told from it.
 
@@ -348,7 +348,7 @@ def descend(
 
 
 def mean_density(density: Mapping[str, Tensor]) -> float:
-    """Mean over all heads of a table of densities by site."""
+    """Average over all heads of a table of densities by site."""
     return float(torch.cat([values.flatten() for values in density.values()]).nanmean())
 
 

@@ -47,7 +47,7 @@ class Sensitivity:
     softening: Tensor
 
     def choose(self, budget: float) -> tuple[Tensor, float]:
-        """The fewest nonzero weights whose estimated costs add up to ``budget`` at most, by a common price.
+        """Choose the fewest nonzero weights whose estimated costs add up to ``budget`` at most, by a common price.
 
         Returns:
             ``a`` ``[N]``, and the price: nats per token paid for a mean density of 1.
@@ -68,7 +68,7 @@ _GRID = torch.tensor(SHARES, dtype=torch.float64).logit()
 def measure_sensitivity(
     model: PreTrainedModel, batches: Sequence[dict[str, Any]], counts: Sequence[int], loss: Loss, vector: AlphaVector
 ) -> Sensitivity:
-    r"""Density and estimated cost of every head at every alpha of the grid.
+    r"""Estimate density and cost of every head at every alpha of the grid.
 
     With the weights ``p`` near softmax, those ``q`` at an alpha, and ``G`` the gradient of the summed loss in the weights,
     ``s_i = sum_j G_ij (q_ij - p_ij)`` is what changing row ``i`` does to the loss, to first order. Its second moment is the
@@ -140,7 +140,7 @@ def in_the_graph(model: PreTrainedModel) -> Iterator[None]:
 def _try_rows(
     weights: Tensor, gradient: Tensor | None, allowed: Tensor, grid: Sequence[float], softenings: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Nonzero weights and sums of ``s_i^2`` at every alpha of the grid and every softening, ``[H, K, R]`` each."""
+    """Return nonzero weights and sums of ``s_i^2`` at every alpha of the grid and every softening, ``[H, K, R]`` each."""
     p = weights.float()
     inside = p > 0
     u = grid[0] - 1.0

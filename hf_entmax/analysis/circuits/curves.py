@@ -76,7 +76,7 @@ def faithfulness(scores: EdgeScores, sizes: Sequence[int] | None = None, unit: U
 
 
 def needed(scores: EdgeScores, share: float = 0.9, unit: Unit = "edges") -> Needed:
-    """The smallest circuit from which on all larger ones keep a share of the metric.
+    """Find the smallest circuit from which on all larger ones keep a share of the metric.
 
     Powers of two are tried, and sizes between the last that keeps less and the next, to within 2 %.
 

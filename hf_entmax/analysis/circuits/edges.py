@@ -94,12 +94,12 @@ class Ablated:
 
     @torch.no_grad()
     def measure(self, gates: Mapping[str, Tensor]) -> Tensor:
-        """The metric of every prompt, ``[B]``, with these gates, bool or numbers from 0 to 1."""
+        """Return the metric of every prompt, ``[B]``, with these gates, bool or numbers from 0 to 1."""
         with evaluation_mode(self.model):
             return self._run(gates).detach()
 
     def slopes(self, share: float) -> Gates:
-        """Derivative of the summed metric in every gate where all are open by this share."""
+        """Return the derivative of the summed metric in every gate where all are open by this share."""
         gates = {name: (mask * share).requires_grad_() for name, mask in self.present.items()}
         with evaluation_mode(self.model), torch.enable_grad(), _frozen(self.model):
             total = self._run(gates).sum()
@@ -166,7 +166,7 @@ class EdgeScores:
         return {name: score.sum((2, 3)).mean(0) for name, score in self.scores.items()}
 
     def circuit(self, size: int) -> Gates:
-        """The edges of each prompt with the ``size`` highest absolute scores, as gates."""
+        """Return the edges of each prompt with the ``size`` highest absolute scores, as gates."""
         rows = torch.cat(
             [score.abs().masked_fill(~self.ablated.present[n], -1).flatten(1) for n, score in self.scores.items()], 1
         )
@@ -177,7 +177,7 @@ class EdgeScores:
         return {name: part.reshape(score.shape) for (name, score), part in zip(self.scores.items(), parts, strict=True)}
 
     def head_circuit(self, count: int) -> Gates:
-        """All edges of the ``count`` heads with the highest absolute scores, the same for all prompts."""
+        """Return all edges of the ``count`` heads with the highest absolute scores, the same for all prompts."""
         heads = self.heads
         every = torch.cat([score.abs() for score in heads.values()])
         picked = torch.zeros_like(every, dtype=torch.bool)
@@ -186,7 +186,7 @@ class EdgeScores:
         return {n: self.ablated.present[n] & part[None, :, None, None] for n, part in zip(heads, parts, strict=True)}
 
     def edges(self, prompt: int, size: int) -> list[Edge]:
-        """The ``size`` edges of one prompt with the highest absolute scores, strongest first."""
+        """List the ``size`` edges of one prompt with the highest absolute scores, strongest first."""
         found = []
         for name, gate in self.circuit(size).items():
             site = self.ablated.sites[name]
@@ -239,13 +239,13 @@ def attribute(
 
 
 def _mix(weights: Tensor, value: Tensor) -> Tensor:
-    """``[B, H, T_q, D_v]``: heads that share values read the same."""
+    """Return the output of heads, ``[B, H, T_q, D_v]``; those that share values read the same."""
     return weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
 
 
 @contextlib.contextmanager
 def _frozen(model: Any) -> Iterator[None]:
-    """No gradients for the model's own parameters."""
+    """Take no gradients of the model's own parameters inside a block."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in wanted:

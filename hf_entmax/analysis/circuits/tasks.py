@@ -51,7 +51,7 @@ class LogitDifference:
     wrong: Tensor
 
     def __call__(self, output: Any) -> Tensor:
-        """``[B]``; above 0 where the model prefers the right answers."""
+        """Return the metric of every prompt, ``[B]``: above 0 where the model prefers the right answers."""
         last = output.logits[:, -1]
         last = last.to(torch.promote_types(last.dtype, torch.float32))
         sides = []
@@ -254,7 +254,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _task(name: str, tokenizer: Any, prompts: int, seed: int, example: Callable[[random.Random], _Example]) -> Task:
-    """Prompts of the most common length whose answers are single tokens."""
+    """Make a task of prompts of the most common length whose answers are single tokens."""
     if isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1:
         raise ValueError(f"prompts={prompts!r} is not allowed: give a whole number of at least 1.")
     choose = random.Random(seed)

@@ -344,7 +344,7 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
 
 
 def _alphas(model: Any, statistics: AttentionStatistics) -> dict[str, Tensor]:
-    """Alpha by site, one row per layer; layers that keep their softmax have 1."""
+    """Return alpha by site, one row per layer; layers that keep their softmax have 1."""
     modules = {module.name: module for module in attention_sites(model)}
     if not any(HEADS_MODULE in module.module._modules for module in modules.values()):
         return {}

@@ -30,7 +30,7 @@ def head_importance(
     progress: bool = False,
     total: int | None = None,
 ) -> dict[str, Tensor]:
-    r"""Importance of every head for the loss.
+    r"""Measure the importance of every head for the loss.
 
     "masking" removes one head at a time and reports by how much the loss rises:
     :math:`I_h = (\mathcal{L}(\xi_h = 0) - \mathcal{L}) / N`. It costs one pass over the data per head.

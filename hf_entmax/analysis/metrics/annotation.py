@@ -35,7 +35,7 @@ def dependency_accuracy(
     word_ids: Tensor | None = None,
     direction: Literal["to_head", "to_dependent"] = "to_head",
 ) -> Tensor:
-    r"""Fraction of the words whose largest attention lies on their gold dependency head, per attention head.
+    r"""Return the fraction of the words whose largest attention lies on their gold dependency head, per attention head.
 
     .. math:: \mathrm{acc}_h = \frac{1}{N} \sum_{w : \mathrm{head}(w) \ge 0} [\arg\max_v A_{h,w,v} = \mathrm{head}(w)]
 
@@ -116,7 +116,7 @@ def alignment_links(attention: Tensor, method: AlignmentMethod = "argmax", thres
 
 
 def alignment_counts(links: Tensor, sure: Tensor, possible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predicted links, bool [B, H, W_t, W_s], against gold ones, bool [B, W_t, W_s]; ``possible`` contains ``sure``.
+    """Compare predicted links, bool [B, H, W_t, W_s], with gold ones, bool [B, W_t, W_s]; ``possible`` contains ``sure``.
 
     Returns ``(links on sure [B, H], links on possible [B, H], links [B, H], sure [B])``, float64.
     """
@@ -129,7 +129,7 @@ def alignment_counts(links: Tensor, sure: Tensor, possible: Tensor) -> tuple[Ten
 
 
 def error_rate(on_sure: Tensor, on_possible: Tensor, num_links: Tensor, num_sure: Tensor) -> Tensor:
-    """``1 - (|A & S| + |A & P|) / (|A| + |S|)`` from counts."""
+    """Return ``1 - (|A & S| + |A & P|) / (|A| + |S|)`` from counts."""
     return 1.0 - (on_sure + on_possible) / (num_links + num_sure)
 
 
@@ -142,7 +142,7 @@ def alignment_error_rate(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> Tensor:
-    r"""Alignment error rate of cross-attention against gold word alignments, per head.
+    r"""Return the alignment error rate of cross-attention against gold word alignments, per head.
 
     .. math:: \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}, \qquad S \subseteq P
 

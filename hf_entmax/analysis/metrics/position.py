@@ -32,7 +32,7 @@ def _check_offset(offset: int) -> int:
 def positional_confidence(
     weights: Tensor, key_mask: Tensor, offset: int = -1, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    r"""Mean weight that a head puts on the key at a fixed distance from the query.
+    r"""Return the mean weight that a head puts on the key at a fixed distance from the query.
 
     .. math:: c_h(o) = \frac{1}{N_o} \sum_{b,t} p_{b,h,t,t+o}
 
@@ -71,7 +71,7 @@ def positional_confidence(
 def positional_share(
     weights: Tensor, key_mask: Tensor, offset: int = -1, query_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Fraction of the queries whose largest weight lies at a fixed distance.
+    """Return the fraction of the queries whose largest weight lies at a fixed distance.
 
     A head is called positional for ``offset`` when this exceeds one half.
 

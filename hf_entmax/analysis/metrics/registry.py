@@ -164,7 +164,7 @@ def _check_call(function: object, shown: str, arguments: int) -> None:
 
 
 def _examples() -> list[tuple[Tensor, Tensor]]:
-    """Weights and pairs of two sentences: self-attention, causal and not, and cross-attention; without padding."""
+    """Make weights and pairs of two sentences: self-attention, causal and not, and cross-attention; without padding."""
     random = torch.Generator().manual_seed(0)
     examples = []
     for queries, keys, causal in ((5, 5, False), (5, 5, True), (4, 6, False)):

@@ -114,7 +114,7 @@ def same_share(pairs: Tensor) -> Tensor:
 
 
 def monotone_mass(weights: HeadWeights) -> Tensor:
-    r"""Mass that cross-attention moves on to, one or two keys after the key that the query before looked at most.
+    r"""Sum the mass that cross-attention moves on to, one or two keys after the key that the query before looked at most.
 
         sum_i  sum_{s = 1, 2}  p_i(a_{i-1} + s),          a_i = argmax_j p_i(j)
 

@@ -46,7 +46,7 @@ def num_queries(pairs: Tensor) -> Tensor:
 def density(
     weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
-    r"""Fraction of the possible weights that are not zero, per head.
+    r"""Return the fraction of the possible weights that are not zero, per head.
 
     .. math:: \mathrm{density}_h = \frac{\sum_{b,i,j} [\,p_{bhij} > 0\,]}{\sum_b \#\text{possible pairs}_b}
 
@@ -86,7 +86,7 @@ def density(
 def sentence_density(
     weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
-    """Density of every head in every sentence of the batch by itself.
+    """Return the density of every head in every sentence of the batch by itself.
 
     Args and Raises: as :func:`density`.
 
@@ -139,7 +139,7 @@ def _mean_over_queries(sums: Callable[[HeadWeights], Tensor], weights: Tensor, *
 def mean_support(
     weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, threshold: float = 0.0
 ) -> Tensor:
-    """Mean number of keys with nonzero weight per query, per head.
+    """Return the mean number of keys with nonzero weight per query, per head.
 
     Args and Raises: as :func:`density`.
 
@@ -153,7 +153,7 @@ def mean_support(
 
 
 def entropy(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    r"""Mean Shannon entropy of the rows of a head, in nats.
+    r"""Return the mean Shannon entropy of the rows of a head, in nats.
 
     .. math:: H_h = \frac{1}{N} \sum_{b,i} -\sum_j p_{bhij} \log p_{bhij}
 
@@ -169,7 +169,7 @@ def entropy(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None,
 
 
 def max_weight(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Mean of the largest weight of each row ("confidence" of a head), per head.
+    """Return the mean of the largest weight of each row ("confidence" of a head), per head.
 
     Args and Raises: as :func:`density`.
 
@@ -185,7 +185,7 @@ def max_weight(weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = No
 def head_diversity(
     weights: Tensor, key_mask: Tensor, query_mask: Tensor | None = None, causal: bool = False, normalize: bool = True
 ) -> Tensor:
-    r"""Jensen-Shannon divergence between the heads of a layer, averaged over all real queries.
+    r"""Return the Jensen-Shannon divergence between the heads of a layer, averaged over all real queries.
 
     .. math:: JS = H\Big(\frac{1}{H}\sum_h p_h\Big) - \frac{1}{H}\sum_h H(p_h)
 

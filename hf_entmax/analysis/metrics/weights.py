@@ -66,18 +66,18 @@ class DenseWeights:
         return self.values.diagonal(offset, dim1=-2, dim2=-1)
 
     def row_sums(self, targets: Tensor) -> Tensor:
-        """Mass of each row on the pairs marked in ``targets`` bool [B, T_q, T_k]: [B, H, T_q]."""
+        """Sum the mass of each row on the pairs marked in ``targets`` bool [B, T_q, T_k]: [B, H, T_q]."""
         return self.values.masked_fill(~targets.unsqueeze(1), 0.0).sum(-1)
 
     def window_sums(self, start: Tensor, width: int) -> Tensor:
-        """Mass of each row on ``width`` keys from ``start`` long [B, H, T_q] on; 0 where ``start`` is -1: [B, H, T_q]."""
+        """Sum the mass of each row on ``width`` keys from ``start`` long [B, H, T_q] on; 0 where ``start`` is -1: [B, H, T_q]."""
         places = start.unsqueeze(-1) + torch.arange(width, device=start.device)
         keys = self.shape[-1]
         inside = (start >= 0).unsqueeze(-1) & (places < keys)
         return F.pad(self.values, (0, 1)).gather(-1, torch.where(inside, places, keys)).sum(-1)
 
     def target_sums(self, targets: Tensor) -> Tensor:
-        """Mass of each head on R sets of pairs, ``targets`` 0 or 1 [B, T_q * T_k, R]: float64 [B, H, R]."""
+        """Sum the mass of each head on R sets of pairs, ``targets`` 0 or 1 [B, T_q * T_k, R]: float64 [B, H, R]."""
         return (self.values.flatten(2) @ targets.to(self.values.dtype)).double()
 
     def mean_head(self) -> DenseWeights:
@@ -85,7 +85,7 @@ class DenseWeights:
         return DenseWeights(self.values.mean(dim=1, keepdim=True))
 
     def offset_sums(self, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mass of each head by the distance from query to key.
+        """Sum the mass of each head by the distance from query to key.
 
         Args:
             shift: long [B], added to the distances of each sentence; None = 0 throughout.
@@ -246,13 +246,13 @@ def keep_pairs(weights: Tensor | SparseRows, pairs: Tensor) -> HeadWeights:
 
 
 def word_indicator(word_ids: Tensor, num_words: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, T, W] with a 1 where a token belongs to a word; ``word_ids`` long [B, T], -1 (or W and more) = no word."""
+    """Return [B, T, W] with a 1 where a token belongs to a word; ``word_ids`` long [B, T], -1 (or W and more) = no word."""
     words = torch.arange(num_words, device=word_ids.device)
     return (word_ids.unsqueeze(-1) == words).to(dtype)
 
 
 def result_dtype(weights: Tensor) -> torch.dtype:
-    """Statistics of half-precision weights come back in float32, all others in the dtype of the weights."""
+    """Return the dtype of statistics of these weights: float32 for half precision, else their own."""
     return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype
 
 

@@ -27,7 +27,7 @@ def word_attention(
     num_query_words: int | None = None,
     num_key_words: int | None = None,
 ) -> Tensor:
-    """Attention between words: the sum over the tokens of the key word, the mean over those of the query word.
+    """Return attention between words: the sum over the tokens of the key word, the mean over those of the query word.
 
     Args:
         weights: attention weights [B, H, T_q, T_k] between tokens.
@@ -135,7 +135,7 @@ def subword_merging(weights: Tensor, word_ids: Tensor, key_mask: Tensor | None =
 
 
 def interrogation(weights: Tensor, interrogative_mask: Tensor, question_mask: Tensor) -> Tensor:
-    """Mean weight on the question mark of a sentence from its interrogative words.
+    """Return the mean weight on the question mark of a sentence from its interrogative words.
 
     Args:
         weights: attention weights [B, H, T, T].
@@ -168,7 +168,7 @@ def sink_mass(
     query_mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Mean mass that a head drops on certain keys: special tokens, the first token, punctuation.
+    """Return the mean mass that a head drops on certain keys: special tokens, the first token, punctuation.
 
     Args:
         weights: attention weights [B, H, T_q, T_k].

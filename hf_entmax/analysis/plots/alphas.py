@@ -43,7 +43,7 @@ def _alpha_limits(values: Mapping[str, Tensor]) -> tuple[float, float]:
 
 @style.house_style()
 def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | None = None) -> Figure:
-    """Histogram of the learned alphas of every site, one row of panels per model.
+    """Draw a histogram of the learned alphas of every site, one row of panels per model.
 
     Args:
         alphas: ``{site: [layers, heads]}`` as :func:`hf_entmax.alphas` returns, ``AttentionStatistics`` or several of them,
@@ -77,7 +77,7 @@ def alpha_histograms(alphas: Any, bins: int = 20, limits: tuple[float, float] | 
 
 @style.house_style()
 def alpha_trajectories(log: Trajectory | str | os.PathLike[str] | Mapping[str, Any], site: str | None = None) -> Figure:
-    """Alpha of every head over the training steps.
+    """Draw the alpha of every head over the training steps.
 
     Args:
         log: a :class:`Trajectory`, or the path of the log of ``AlphaLoggingCallback``.
@@ -136,7 +136,7 @@ def _label_ends(axis: Axes, step: float, ends: list[float], names: list[str], mo
 
 @style.house_style()
 def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
-    """Density of every head against its alpha.
+    """Draw the density of every head against its alpha.
 
     Args:
         alphas: ``{site: [layers, heads]}`` or ``AttentionStatistics``.
@@ -167,7 +167,7 @@ def alpha_against_density(alphas: Any, densities: Any = None) -> Figure:
 
 @style.house_style()
 def entmax_curves(alphas: Sequence[float] = (1.0, 1.25, 1.5, 2.0, 4.0), limit: float = 3.0) -> Figure:
-    """First coordinate of entmax([t, 0]) for several alphas: where it leaves the interior it is exactly 0 or 1.
+    """Draw the first coordinate of entmax([t, 0]) for several alphas: where it leaves the interior it is exactly 0 or 1.
 
     Args:
         alphas: each at least 1.

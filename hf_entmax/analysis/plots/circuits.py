@@ -74,7 +74,7 @@ def circuit(edges: Sequence[Any], tokens: Sequence[str], title: str = "", answer
 
 
 def leading_to(edges: Sequence[Any], position: int) -> list[Any]:
-    """Those edges of one prompt from which a path leads to a position above the last layer, in the order given."""
+    """List those edges of one prompt from which a path leads to a position above the last layer, in the order given."""
     live, kept = {position}, set()
     for layer in sorted({edge.layer for edge in edges}, reverse=True):
         own = [place for place, edge in enumerate(edges) if edge.layer == layer and edge.query in live]
@@ -85,7 +85,7 @@ def leading_to(edges: Sequence[Any], position: int) -> list[Any]:
 
 @style.house_style()
 def faithfulness_curves(curves: Mapping[str, Any], share: float = 0.9, title: str = "") -> Figure:
-    """What circuits keep of the metric against the number of their edges or heads.
+    """Draw what circuits keep of the metric against the number of their edges or heads.
 
     Args:
         curves: name -> `hf_entmax.analysis.circuits.FaithfulnessCurve`, all of one unit.

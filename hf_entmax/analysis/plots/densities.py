@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @style.house_style()
 def density_histograms(models: Any, bins: int = 20) -> Figure:
-    """Histogram of the densities of the heads of every site, one row of panels per model.
+    """Draw a histogram of the densities of the heads of every site, one row of panels per model.
 
     Args:
         models: ``AttentionStatistics`` or several of them, ``{site: [layers, heads]}``, or ``{name: either}``.
@@ -51,7 +51,7 @@ def density_histograms(models: Any, bins: int = 20) -> Figure:
 
 @style.house_style()
 def sorted_density(densities: Any) -> Figure:
-    """Densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
+    """Draw the densities of the heads of each layer, in ascending order: which layers hold the sparse heads.
 
     Args:
         densities: as the models of :func:`density_histograms`.
@@ -86,7 +86,7 @@ def sorted_density(densities: Any) -> Figure:
 
 @style.house_style()
 def head_diversity(models: Any) -> Figure:
-    """Divergence between the heads of each layer, for one or several models.
+    """Draw the divergence between the heads of each layer, for one or several models.
 
     Args:
         models: ``AttentionStatistics`` or several of them, ``{site: [layers]}``, or ``{name: either}``.
@@ -119,7 +119,7 @@ def head_diversity(models: Any) -> Figure:
 
 @style.house_style()
 def density_by_site(models: Any) -> Figure:
-    """Mean density of every site, models side by side.
+    """Draw the mean density of every site, models side by side.
 
     Args:
         models: as for :func:`density_histograms`.

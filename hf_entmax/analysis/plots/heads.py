@@ -29,7 +29,7 @@ def attention_map(
     key_tokens: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """One head's attention on one sentence; every nonzero weight is outlined.
+    """Draw one head's attention on one sentence; every nonzero weight is outlined.
 
     Args:
         weights: [T_q, T_k] in [0, 1].
@@ -50,7 +50,7 @@ def attention_map(
 def attention_maps(
     maps: Sequence[tuple[str, Tensor, Sequence[str] | None, Sequence[str] | None]], columns: int = 3
 ) -> Figure:
-    """Several attention maps side by side.
+    """Draw several attention maps side by side.
 
     Args:
         maps: ``(title, weights [T_q, T_k], query tokens, key tokens)`` each, as for :func:`attention_map`.
@@ -168,7 +168,7 @@ def _profile_lines(statistics: Any, heads: Sequence[Any] | None, limit: int) -> 
 
 @style.house_style()
 def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
-    """Grid of all heads, each with the role that explains it best.
+    """Draw a grid of all heads, each with the role that explains it best.
 
     Args:
         statistics: ``AttentionStatistics``.
@@ -210,7 +210,7 @@ def head_roles(statistics: Any, min_strength: float = 0.5) -> Figure:
 
 @style.house_style()
 def positional_heads(statistics: Any) -> Figure:
-    """Confidence of the positional heads at the offsets -1, 0 and +1, with medians.
+    """Draw the confidence of the positional heads at the offsets -1, 0 and +1, with medians.
 
     Args:
         statistics: ``AttentionStatistics`` or several of them.
@@ -251,7 +251,7 @@ def positional_heads(statistics: Any) -> Figure:
 
 
 def head_importance(importance: Any, label: str = "importance (nats per token)") -> Figure:
-    """Importance of every head as a grid per site.
+    """Draw the importance of every head as a grid per site.
 
     Args:
         importance: ``{site: [layers, heads]}``.
@@ -272,7 +272,7 @@ def head_importance(importance: Any, label: str = "importance (nats per token)")
 
 @style.house_style()
 def over_training(models: Sequence[Any], min_strength: float = 0.5) -> Figure:
-    """How many heads have which role, and mean alpha and density, over the checkpoints of a training.
+    """Draw how many heads have which role, and mean alpha and density, over the checkpoints of a training.
 
     Args:
         models: ``AttentionStatistics`` of at least three checkpoints of one model; where all their names end in different
@@ -318,7 +318,7 @@ def over_training(models: Sequence[Any], min_strength: float = 0.5) -> Figure:
 
 
 def _steps(models: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """The number at the end of each name, and the models in that order."""
+    """Return the number at the end of each name, and the models in that order."""
     found = [re.search(r"(\d+)$", str(model.name)) for model in models]
     steps = [int(match[1]) for match in found if match]
     if len(set(steps)) < len(models):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def word_times(
     words: Sequence[Any], audio: Any, sampling_rate: int, *, truth: Sequence[tuple[str, float, float]] = ()
 ) -> Figure:
-    """A waveform with its words, and below it a row for each word with the frames that it was heard in.
+    """Draw a waveform with its words, and below it a row for each word with the frames that it was heard in.
 
     Args:
         words: what `hf_entmax.generation.word_times` returns, in their order.

@@ -55,7 +55,7 @@ _RC = {
 
 @contextlib.contextmanager
 def house_style() -> Iterator[None]:
-    """Applies the style for the time of drawing, without touching the settings of the caller."""
+    """Apply the style for the time of drawing, without touching the settings of the caller."""
     import matplotlib
 
     with matplotlib.rc_context(_RC):  # pyright: ignore[reportArgumentType]
@@ -113,12 +113,12 @@ def look(place: int, **choices: Sequence[str]) -> dict[str, Any]:
 
 
 def line_look(place: int, size: float = 5.0) -> dict[str, Any]:
-    """Colour, line and marker of the line at this place among several; told apart without colour, too."""
+    """Return colour, line and marker of the line at this place among several; told apart without colour, too."""
     return look(place, color=PALETTE, linestyle=LINE_STYLES, marker=MARKERS) | {"markersize": size}
 
 
 def layer_colours(layers: int) -> Any:
-    """One colour per layer, [layers, 4]: from dark to light with the depth."""
+    """Return one colour per layer, [layers, 4]: from dark to light with the depth."""
     import matplotlib
 
     return matplotlib.colormaps["viridis"](torch.linspace(0, 0.85, max(layers, 1)).numpy())
@@ -192,7 +192,7 @@ def plain(label: str) -> str:
 
 
 def all_sites(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sites of several models, each once, in the usual order."""
+    """List the sites of several models, each once, in the usual order."""
     present = dict.fromkeys(site for per_model in models.values() for site in per_model)
     return [site for site in SITE_NAMES if site in present] + [site for site in present if site not in SITE_NAMES]
 
@@ -218,7 +218,7 @@ def panels(count: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Ticks only at whole numbers: layers and heads have no halves."""
+    """Put ticks only at whole numbers: layers and heads have no halves."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))

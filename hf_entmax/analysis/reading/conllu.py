@@ -50,7 +50,7 @@ class DependencySentence:
         return "".join(pieces).strip()
 
     def surface_dependencies(self) -> tuple[list[int], list[str], list[bool]]:
-        """Heads, relations and interrogative marks of the surface tokens.
+        """Return heads, relations and interrogative marks of the surface tokens.
 
         The words of a multiword token are one node: it depends where its first word depends whose head lies outside.
         """
@@ -65,12 +65,12 @@ class DependencySentence:
         return [head for head, _ in nodes], [name for _, name in nodes], [surface in asking for surface in range(size)]
 
     def surface_spans(self) -> list[tuple[int, int]]:
-        """Character span [start, end) of every surface token in :attr:`text`."""
+        """Return the character span [start, end) of every surface token in :attr:`text`."""
         return word_spans(self.surface, self.spaces)
 
 
 def word_spans(words: Sequence[str], spaces: Iterable[bool] = itertools.repeat(True)) -> list[tuple[int, int]]:
-    """Character span [start, end) of every word of a text, where ``spaces`` says whether a space follows it."""
+    """Return the character span [start, end) of every word of a text, where ``spaces`` says whether a space follows it."""
     widths = [len(word) + space for word, space in zip(words, spaces, strict=False)]
     starts = itertools.accumulate(widths, initial=0)
     return [(start, start + len(word)) for word, start in zip(words, starts, strict=False)]

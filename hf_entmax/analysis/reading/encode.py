@@ -63,7 +63,7 @@ class Encoder:
         return token_table(self.tokenizer)
 
     def texts(self, records: Sequence[TextRecord], labels: bool = False) -> Iterator[Batch]:
-        """Batches of plain text.
+        """Yield batches of plain text.
 
         Args:
             records: sentences or pairs.
@@ -75,7 +75,7 @@ class Encoder:
                 yield self._add_labels(batch) if labels else batch
 
     def dependencies(self, sentences: Sequence[DependencySentence]) -> Iterator[Batch]:
-        """Batches of treebank sentences with gold heads, mapped to tokens by character positions."""
+        """Yield batches of treebank sentences with gold heads, mapped to tokens by character positions."""
         for kept, (words,), batch in self._with_gold(sentences, lambda s: [(s.text, s.surface_spans())]):
             gold = [sentence.surface_dependencies() for sentence in kept]
             relations = [[_RELATION_IDS.get(name, -1) for name in names] for _, names, _ in gold]
@@ -85,7 +85,7 @@ class Encoder:
             yield batch
 
     def alignments(self, pairs: Sequence[AlignedPair]) -> Iterator[Batch]:
-        """Batches of sentence pairs with gold word alignments."""
+        """Yield batches of sentence pairs with gold word alignments."""
         sides = lambda pair: [(" ".join(words), word_spans(words)) for words in (pair.source, pair.target)]  # noqa: E731
         for kept, (source, target), batch in self._with_gold(pairs, sides):
             batch["source_words"] = self._place_words(source, batch["attention_mask"])
@@ -101,7 +101,7 @@ class Encoder:
     def _with_gold(
         self, items: Sequence[Any], sides: Callable[[Any], list[tuple[str, list[tuple[int, int]]]]]
     ) -> Iterator[tuple[list[Any], list[tuple[list[int], ...]], Batch]]:
-        """Batches of the items whose tokens can be mapped to gold words: items, words of each side, batch.
+        """Yield batches of the items whose tokens can be mapped to gold words: items, words of each side, batch.
 
         ``sides`` gives the text of an item and the spans of its words: of the source and, if there is one, the target.
         """

@@ -39,7 +39,7 @@ def numbered_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
 
 
 def kind_of_file(path: Path) -> str:
-    """``tsv``, ``csv``, ``json`` (also for ``.jsonl``), ``parquet`` or ``text``, whether compressed (``.gz``) or not."""
+    """Tell the kind: ``tsv``, ``csv``, ``json`` (also for ``.jsonl``), ``parquet`` or ``text``, whether compressed (``.gz``) or not."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     return {".tsv": "tsv", ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(suffix, "text")
 

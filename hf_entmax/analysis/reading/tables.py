@@ -61,7 +61,7 @@ def read_rows(where: str, columns: Sequence[str], blank: bool = False) -> list[T
 
 
 def read_lists(where: str, columns: Sequence[str], blank: bool = False) -> list[tuple[list[str], ...]]:
-    """As `read_rows`, for columns that hold several texts, such as the references of a summary.
+    """Read as `read_rows` does, for columns that hold several texts, such as the references of a summary.
 
     Returns:
         The texts of each column of each row: the members of a JSON list, else one.
@@ -115,7 +115,7 @@ def check_first_rows(tables: Mapping[str, Sequence[Sequence[Any]]], columns: Seq
 
 
 def read_pairs(where: str, source: str, target: str) -> list[tuple[str, str]]:
-    """Sentence pairs: two parallel files where ``where`` contains ``{lang}``, else two columns of one file.
+    """Read sentence pairs: two parallel files where ``where`` contains ``{lang}``, else two columns of one file.
 
     Raises:
         ValueError: as `read_rows`; also if the two files differ in length.
@@ -142,7 +142,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_text(where: str, column: str = "text") -> list[str]:
-    """Running text: the lines of a ``.txt`` file, or one text per record. Blank lines belong to it and are kept.
+    """Read running text: the lines of a ``.txt`` file, or one text per record. Blank lines belong to it and are kept.
 
     Args:
         where: a ``.txt`` file, or what `read_rows` reads (also ``.gz``, ``hub:``).

@@ -33,7 +33,7 @@ class Finding:
 
 
 def head_name(site: str, layer: int, head: int) -> str:
-    """Short name of a head, such as ``encoder 2.5`` for layer 2, head 5 (both from 0)."""
+    """Return the short name of a head, such as ``encoder 2.5`` for layer 2, head 5 (both from 0)."""
     return f"{_short(site)} {layer}.{head}"
 
 
@@ -61,7 +61,7 @@ def summarize(statistics: AttentionStatistics) -> list[Finding]:
 
 
 def _near(statistics: AttentionStatistics) -> Finding | None:
-    """Local heads of an encoder that hears sound."""
+    """List local heads of an encoder that hears sound."""
     seconds, site = statistics.info.get("frame_seconds"), statistics.sites.get("encoder_self")
     flat = _flat({"encoder_self": site.distance_profile()[..., 1:-1].sum(-1)}) if seconds and site else []
     if not (seconds and site and flat):
@@ -98,7 +98,7 @@ def compare(first: AttentionStatistics, second: AttentionStatistics) -> list[Fin
 
 
 def all_roles(statistics: AttentionStatistics) -> list[tuple[HeadName, HeadRole | None]]:
-    """Every head of a model with the role that explains it best, if one does."""
+    """List every head of a model with the role that explains it best, if one does."""
     result = []
     for name, site in statistics.sites.items():
         for layer, row in enumerate(site.best_roles()):
@@ -198,7 +198,7 @@ def _roles(statistics: AttentionStatistics) -> list[Finding]:
 
 
 def _resting(statistics: AttentionStatistics) -> Finding | None:
-    """Heads that put no weight beside the first token and the query itself, at half of the queries or more."""
+    """List heads that put no weight beside the first token and the query itself, at half of the queries or more."""
     flat = _flat({name: site.statistic("firing") for name, site in statistics.sites.items()})
     resting = sorted((share, name) for share, name in flat if share <= 0.5)
     if not resting:

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def head_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per head with every number measured; what was not measured is None.
+    """Make one row per head with every number measured; what was not measured is None.
 
     Fractions are in [0, 1], entropies and importances in nats, distances in tokens.
     """
@@ -88,7 +88,7 @@ def _best_relation(site: SiteStatistics, relations: Tensor, counts: Tensor, laye
 
 
 def layer_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per site and layer: means over heads, and the diversity of the heads."""
+    """Make one row per site and layer: means over heads, and the diversity of the heads."""
     rows = []
     for name, site in statistics.sites.items():
         columns = _means(site, "density", "mean_support", "entropy", "head_diversity")
@@ -101,7 +101,7 @@ def layer_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def site_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per site: means over layers and heads."""
+    """Make one row per site: means over layers and heads."""
     rows = []
     for name, site in statistics.sites.items():
         columns = _means(site, "density", "mean_support", "entropy", "max_weight", "head_diversity")
@@ -117,13 +117,13 @@ def site_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def _means(site: SiteStatistics, *names: str) -> dict[str, Tensor]:
-    """Statistics of a site by name, and the diversity of its heads in nats."""
+    """Return statistics of a site by name, and the diversity of its heads in nats."""
     columns = {name: getattr(site, name)() for name in names}
     return columns | {"head_diversity_nats": site.head_diversity(normalize=False)}
 
 
 def census_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per self-attention site and offset: how many heads are positional, and their median confidence."""
+    """Make one row per self-attention site and offset: how many heads are positional, and their median confidence."""
     rows = []
     for name, site in statistics.sites.items():
         for offset in (-1, 0, 1) if name != "cross" else ():
@@ -136,7 +136,7 @@ def census_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def role_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per head and role: score, chance, strength, evidence."""
+    """Make one row per head and role: score, chance, strength, evidence."""
     return [
         row | asdict(role)
         for name, site in statistics.sites.items()
@@ -146,7 +146,7 @@ def role_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def distance_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per head and distance: the share of its mass there; ``inf`` gathers all greater distances."""
+    """Make one row per head and distance: the share of its mass there; ``inf`` gathers all greater distances."""
     rows = []
     for name, site in statistics.sites.items():
         profile = site.distance_profile()
@@ -158,7 +158,7 @@ def distance_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def relation_rows(statistics: AttentionStatistics) -> list[Row]:
-    """One row per dependency relation: how often it occurs and which head finds it best."""
+    """Make one row per dependency relation: how often it occurs and which head finds it best."""
     rows = []
     for name, site in statistics.sites.items():
         accuracy = site.relation_accuracy()
@@ -173,7 +173,7 @@ def relation_rows(statistics: AttentionStatistics) -> list[Row]:
 
 
 def sentence_rows(statistics: AttentionStatistics, limit: int = 200) -> list[Row]:
-    """Sentences of similar length of which a head is sparse in one and dense in the other, the widest contrasts first."""
+    """List sentences of similar length of which a head is sparse in one and dense in the other, the widest contrasts first."""
     rows = []
     for name, extremes in statistics.extremes.items():
         for row, layer, head in _heads(name, statistics.sites[name]) if name in statistics.sites else ():

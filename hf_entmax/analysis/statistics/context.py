@@ -56,7 +56,7 @@ class RoleTargets:
         return cls(names, flat, queries.sum(-1), chance.sum(-1))
 
     def mass(self, weights: HeadWeights) -> Tensor:
-        """Mass on the targets of every role: float64 [H, number of roles] from weights [B, H, T_q, T_k] in either form."""
+        """Sum the mass on the targets of every role: float64 [H, number of roles] from weights [B, H, T_q, T_k] in either form."""
         mass = weights.target_sums(self.targets).sum(0)
         if self.monotone is not None:
             mass[:, self.monotone] = monotone_mass(weights)

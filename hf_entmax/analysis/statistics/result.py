@@ -74,7 +74,7 @@ class AttentionStatistics:
     head_diversity_nats = _by_site(lambda site: site.head_diversity(normalize=False), "The same in nats.")
 
     def positional_confidence(self, offset: int = -1) -> dict[str, Tensor]:
-        """Mean weight at offset -1, 0 or +1 by site, [layers, heads]."""
+        """Return the mean weight at offset -1, 0 or +1 by site, [layers, heads]."""
         return {name: site.positional_confidence(offset) for name, site in self.sites.items()}
 
     @property

@@ -111,7 +111,7 @@ class SiteStatistics:
     )
 
     def sentence_density_std(self) -> Tensor:
-        """Standard deviation over sentences of the density of one sentence: how much a head's sparsity depends on the input."""
+        """Return the standard deviation over sentences of the density of one sentence: how much a head's sparsity depends on the input."""
         variance = self._per_head("sentence_density_sq", "sentences") - self.sentence_density_mean().square()
         return variance.clamp(min=0.0).sqrt()
 
@@ -122,11 +122,11 @@ class SiteStatistics:
         return [name for name in names if not name.endswith(":queries")]
 
     def statistic(self, name: str) -> Tensor:
-        """Mean over queries of ``"firing"`` or of what was registered, see :func:`hf_entmax.analysis.register_statistic`."""
+        """Return the mean over queries of ``"firing"`` or of what was registered, see :func:`hf_entmax.analysis.register_statistic`."""
         return self._per_head(f"statistic:{name}", f"statistic:{name}:queries")
 
     def head_diversity(self, normalize: bool = True) -> Tensor:
-        """Jensen-Shannon divergence between the heads of each layer, [layers]."""
+        """Return the Jensen-Shannon divergence between the heads of each layer, [layers]."""
         if "divergence" not in self.sums:
             return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
         nats = (self.sums["divergence"] / self.sums["divergence_queries"]).clamp(min=0.0)
@@ -134,19 +134,19 @@ class SiteStatistics:
         return torch.stack([normalize_divergence(value, layer.num_heads, normalize) for value, layer in pairs])
 
     def positional_confidence(self, offset: int = -1) -> Tensor:
-        """Mean weight at offset -1, 0 or +1."""
+        """Return the mean weight at offset -1, 0 or +1."""
         if "argmax_queries" not in self.sums:
             return self._role_score(_offset_role(offset))
         mass = self.sums["distance"][..., self.max_distance + 1 + offset]
         return self._mask(mass / self.sums["argmax_queries"][:, None, OFFSETS.index(offset)])
 
     def positional_share(self, offset: int = -1) -> Tensor:
-        """Fraction of queries whose largest weight is at offset -1, 0 or +1."""
+        """Return the fraction of queries whose largest weight is at offset -1, 0 or +1."""
         at = (..., OFFSETS.index(offset))
         return self._measured("argmax_hits", lambda s: s["argmax_hits"][at] / s["argmax_queries"].unsqueeze(1)[at])
 
     def positional_median(self, offset: int = -1) -> Tensor:
-        """Median over the queries of the weight at offset -1, 0 or +1, to within half a percent."""
+        """Return the median over the queries of the weight at offset -1, 0 or +1, to within half a percent."""
         if "confidence_histogram" not in self.sums:
             return self._nan()
         histogram = self.sums["confidence_histogram"][:, :, OFFSETS.index(offset)]
@@ -163,33 +163,33 @@ class SiteStatistics:
         return self._measured("distance", lambda s: s["distance"] / s["mass"].unsqueeze(-1), 2 * self.max_distance + 3)
 
     def mean_distance(self) -> Tensor:
-        """Mean absolute distance between query and key in tokens, weighted by attention."""
+        """Return the mean absolute distance between query and key in tokens, weighted by attention."""
         return self._measured("absolute_distance", lambda s: s["absolute_distance"] / s["mass"])
 
     def subword_merging(self, min_pieces: int = 1) -> Tensor:
-        """Subword-merging score."""
+        """Return the subword-merging score."""
         sizes = ("several",) if min_pieces == 2 else ("several", "single")
         total = lambda sums, what: torch.stack([sums[f"{what}_{size}"] for size in sizes]).sum(0)  # noqa: E731
         return self._measured("merging_several", lambda s: total(s, "merging") / total(s, "words").unsqueeze(-1))
 
     def interrogation(self) -> Tensor:
-        """Mean weight on the final question mark from words that ask."""
+        """Return the mean weight on the final question mark from words that ask."""
         return self._role_score("question")
 
     def sink_mass(self, kind: str = "special") -> Tensor:
-        """Mean mass on "special" tokens, the "first" token (from the others) or "punctuation"."""
+        """Return the mean mass on "special" tokens, the "first" token (from the others) or "punctuation"."""
         if kind not in ("special", "first", "punctuation"):
             raise ValueError(f"kind is {kind!r}; allowed are 'special', 'first' and 'punctuation'.")
         return self._role_score(kind)
 
     def dependency_accuracy(self, direction: str = "to_head") -> Tensor:
-        """Fraction of words whose largest weight is on the gold head."""
+        """Return the fraction of words whose largest weight is on the gold head."""
         at = (..., DIRECTIONS.index(direction))
         ratio = lambda s: s["dependency_hits"][at] / s["dependency_words"].unsqueeze(-1)  # noqa: E731
         return self._measured("dependency_hits", ratio)
 
     def relation_accuracy(self, direction: str = "to_head") -> Tensor:
-        """Dependency accuracy by relation, [layers, heads, relations]."""
+        """Return the dependency accuracy by relation, [layers, heads, relations]."""
         ratio = lambda s: s["relation_hits"][:, :, DIRECTIONS.index(direction)] / s["relation_words"].unsqueeze(1)  # noqa: E731
         return self._measured("relation_hits", ratio, len(self.relations))
 
@@ -221,7 +221,7 @@ class SiteStatistics:
         return on_sure, on_possible, links, self.sums["sure"][:, None, ALIGNMENT_STEPS.index(step)]
 
     def alignment_error_rate(self, method: str = "argmax", step: str = "output") -> Tensor:
-        """Alignment error rate of cross-attention; see :func:`hf_entmax.analysis.alignment_error_rate`.
+        """Return the alignment error rate of cross-attention; see :func:`hf_entmax.analysis.alignment_error_rate`.
 
         Args:
             method: "argmax", "threshold" or "support".
@@ -232,7 +232,7 @@ class SiteStatistics:
         return self._nan() if counts is None else self._mask(error_rate(*counts))
 
     def alignment_precision_recall(self, method: str = "argmax", step: str = "output") -> tuple[Tensor, Tensor]:
-        """Precision against possible links and recall of sure links, each [layers, heads]."""
+        """Return precision against possible links and recall of sure links, each [layers, heads]."""
         counts = self._links(method, step)
         if counts is None:
             return self._nan(), self._nan()
@@ -243,7 +243,7 @@ class SiteStatistics:
         return self.role_scores().get(role, (self._nan(),))[0]
 
     def role_scores(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """``{role: (score [layers, heads], chance [layers], queries [layers])}`` of all roles measured."""
+        """Return ``{role: (score [layers, heads], chance [layers], queries [layers])}`` of all roles measured."""
         result = {}
         roles = {"role": TEXT_ROLES, "dependency_role": DEPENDENCY_ROLES, "alignment_role": ALIGNMENT_ROLES}
         for prefix, names in roles.items():

@@ -124,7 +124,7 @@ _kept = threading.local()
 
 
 def _kept_storage(purpose: str, size: int) -> Tensor:
-    """Memory that stays from call to call: to be given fresh pages for every step of every layer costs more than the arithmetic."""
+    """Keep memory from call to call: to be given fresh pages for every step of every layer costs more than the arithmetic."""
     held: Tensor | None = getattr(_kept, purpose, None)
     if held is None or held.numel() < size:
         held = storage(size + size // 4)
