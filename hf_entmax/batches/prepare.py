@@ -1,9 +1,10 @@
-"""What a batch says about its own padding: token ids and masks for every attention site."""
+"""What a batch says about its own padding, and a model about what it reads: token ids and masks for every attention site."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,6 +172,12 @@ def maximum_length(model: Any) -> int | None:
             # RoBERTa and its kin number positions from padding_idx + 1 on.
             return value - 2 if kind in ("roberta", "xlm-roberta", "camembert", "longformer", "esm") else value
     return None
+
+
+def frame_seconds(model: Any, extractor: Any) -> float:
+    """Return the seconds from one position of a speech encoder's output to the next; ``extractor`` is of its features."""
+    strides = [m.stride[0] for m in model.get_encoder().modules() if isinstance(m, torch.nn.Conv1d)]
+    return getattr(extractor, "hop_length", 1) * math.prod(strides) / extractor.sampling_rate
 
 
 def check_length(model: Any, length: int) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_entmax.batches.prepare import frame_seconds
 from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.observe import AttentionCall, observe_attention
-from hf_entmax.integration.sound import frame_seconds
 
 #: Frames before and after the monotone path of a head that still count as on it.
 _WIDTH = 2

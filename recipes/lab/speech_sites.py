@@ -35,9 +35,9 @@ import torch
 from rich import print
 
 import hf_entmax
+from hf_entmax.batches.prepare import frame_seconds
 from hf_entmax.generation import ExactSparseCache
 from hf_entmax.integration.observe import observe_attention
-from hf_entmax.integration.sound import frame_seconds
 from hf_entmax.training import calibrate_alphas
 
 from .rows import RECIPES, SITES, RowFile, made_by, pick

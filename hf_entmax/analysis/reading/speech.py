@@ -18,8 +18,7 @@ from hf_entmax.analysis.reading import records
 from hf_entmax.analysis.reading.data import TextRecord
 from hf_entmax.analysis.reading.encode import Batch, Encoder
 from hf_entmax.analysis.reading.tables import HUB, find, read_rows
-from hf_entmax.batches.prepare import is_encoder_decoder
-from hf_entmax.integration.sound import frame_seconds
+from hf_entmax.batches.prepare import frame_seconds, is_encoder_decoder
 
 #: Samples per second that speech models of Transformers are trained on.
 RATE = 16_000
