@@ -145,11 +145,7 @@ class Member:
 
 @dataclasses.dataclass
 class Ensemble:
-    """One or several members, whose probabilities are averaged at every step.
-
-    Raises:
-        ValueError: if their vocabularies or end-of-sequence tokens differ.
-    """
+    """One or several members of one vocabulary, whose probabilities are averaged at every step."""
 
     members: list[Member]
     eos_token_ids: list[int]
@@ -236,11 +232,10 @@ def output_alpha_of(model: Any, given: float | None) -> float:
 def _without_entmax(
     processors: LogitsProcessorList, model: Any, output_alpha: float | None
 ) -> tuple[LogitsProcessorList, EntmaxLogitsProcessor]:
-    """Take out the entmax processor, which the search applies itself, in float64; where there is none, the model's alpha.
+    """Take out the entmax processor, which the search applies itself, in float64; where there is none, make one of the model's alpha.
 
-    A given ``output_alpha`` replaces that of the processor.
-
-    An end that is forced at the maximum length is taken out too: it would make every cut-off sequence look finished.
+    A given ``output_alpha`` replaces that of the processor. An end that is forced at the maximum length is taken out too: it
+    would make every cut-off sequence look finished.
     """
     rest, entmax = LogitsProcessorList(), None
     for processor in processors:

@@ -100,7 +100,7 @@ def attend(
         r.page_size, r.pages = sketch.page_size, pages
         # A spare vector, because the last store of a row may run over its end.
         r.upper_bytes = 4 * pages * sketch.page_size + layout.VECTOR
-        held = _kept_storage("bounds", rows * (r.upper_bytes + 8 * pages))
+        held = _kept_storage(rows * (r.upper_bytes + 8 * pages))
         r.upper = held.data_ptr()
         r.tops = r.upper + rows * r.upper_bytes
         r.widths = r.tops + 4 * rows * pages
@@ -123,12 +123,11 @@ def _describe_blocks(r: Any, blocks: BlockTable, sketch: KeySketch, keys: int) -
 _kept = threading.local()
 
 
-def _kept_storage(purpose: str, size: int) -> Tensor:
+def _kept_storage(size: int) -> Tensor:
     """Keep memory from call to call: to be given fresh pages for every step of every layer costs more than the arithmetic."""
-    held: Tensor | None = getattr(_kept, purpose, None)
+    held: Tensor | None = getattr(_kept, "storage", None)
     if held is None or held.numel() < size:
-        held = storage(size + size // 4)
-        setattr(_kept, purpose, held)
+        held = _kept.storage = storage(size + size // 4)
     return held
 
 
