@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,20 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def only_gradients_of(model: torch.nn.Module, parameters: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Let no other parameters of a model take gradients inside a block; afterwards all take what they took."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    wanted = {id(parameter) for parameter in parameters}
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+        yield
+    finally:
+        for parameter, flag in before:
+            parameter.requires_grad_(flag)
 
 
 def is_encoder_decoder(model: Any) -> bool:

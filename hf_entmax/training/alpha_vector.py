@@ -15,6 +15,9 @@ from hf_entmax.integration.patching import entmax_config
 from hf_entmax.integration.scaled_query import length_scaling_of
 from hf_entmax.length import SOFTENING, ConstantScaling
 
+#: Shares of the range of alpha: the lowest stands for softmax, and the highest.
+LOWEST, HIGHEST = 1e-6, 0.9999
+
 
 class AlphaVector:
     """``a`` of every learned alpha (``alpha = lo + (hi - lo) sigmoid(a)``), then the logarithm of every temperature's factor.
@@ -32,7 +35,7 @@ class AlphaVector:
         ValueError: if the model is not patched or learns no alpha.
     """
 
-    bottom, top = (math.log(share / (1 - share)) for share in (1e-6, 0.9999))
+    bottom, top = (math.log(share / (1 - share)) for share in (LOWEST, HIGHEST))
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = entmax_config(model)
@@ -87,7 +90,7 @@ class AlphaVector:
         alpha = torch.lerp(start[: self.count].sigmoid(), end[: self.count].sigmoid(), share).clamp(0, 1).logit()
         return self.clamp(torch.cat([alpha, torch.lerp(start[self.count :], end[self.count :], share)]))
 
-    def clamp(self, values: Tensor, least: float = 1e-6) -> Tensor:
+    def clamp(self, values: Tensor, least: float = LOWEST) -> Tensor:
         """Keep alphas from ``least`` of their range on, and factors within 1/20 and 20."""
         bound, bottom = math.log(20), math.log(least / (1 - least))
         return torch.cat([values[: self.count].clamp(bottom, self.top), values[self.count :].clamp(-bound, bound)])

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_entmax.batches.prepare import evaluation_mode
+from hf_entmax.batches.prepare import evaluation_mode, only_gradients_of
 from hf_entmax.integration.config_hook import CALIBRATION_KEY
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.head_numbers import alphas
@@ -182,13 +182,5 @@ def evaluated_alone(model: PreTrainedModel, vector: AlphaVector) -> Iterator[Non
     """Switch to evaluation mode and gradients for the alphas alone; afterwards everything is as it was."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("alphas are searched by gradients, which torch.inference_mode() forbids: call it outside.")
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    own = {id(parameter) for parameter in vector.parameters}
-    with evaluation_mode(model), torch.enable_grad():
-        try:
-            for parameter, _ in wanted:
-                parameter.requires_grad_(id(parameter) in own)
-            yield
-        finally:
-            for parameter, flag in wanted:
-                parameter.requires_grad_(flag)
+    with evaluation_mode(model), torch.enable_grad(), only_gradients_of(model, vector.parameters):
+        yield

@@ -8,16 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_entmax.training.alpha_vector import AlphaVector
+from hf_entmax.training.alpha_vector import HIGHEST, AlphaVector
 from hf_entmax.training.search import Task, descend, mean_density
-from hf_entmax.training.sensitivity import measure_sensitivity
 
 #: Measurements along a line.
 _TRIALS = 7
-#: The highest share of the range of alpha, and where the search for a common alpha begins.
-_HIGHEST, _FIRST = 0.9999, 0.35
-#: On how many batches costs are estimated.
-_ESTIMATED = 8
+#: Share of the range of alpha at which the search for a common alpha begins.
+_FIRST = 0.35
 #: How far below the wanted density a line is searched: a tenth of it is close enough.
 _CLOSE = 0.9
 
@@ -37,7 +34,7 @@ class DensitySearch:
 
     def __init__(self, task: Task, vector: AlphaVector, goal: float, say: Callable[[str], None]) -> None:
         self.task, self.vector, self.goal, self.say = task, vector, goal, say
-        self.loss, self.best = math.inf, vector.even(_HIGHEST)
+        self.loss, self.best = math.inf, vector.even(HIGHEST)
         self.density: dict[str, Tensor] = {}
         self._even()
 
@@ -69,10 +66,10 @@ class DensitySearch:
 
     def _even(self) -> None:
         """Try one alpha for all heads; where the highest is not sparse enough, temperatures are given up for sharper rows."""
-        self.line(self.vector.even, "all heads, share of the range of alpha:", _FIRST, 0.0, _HIGHEST)
+        self.line(self.vector.even, "all heads, share of the range of alpha:", _FIRST, 0.0, HIGHEST)
         if self.density:
             return
-        highest = self.vector.even(_HIGHEST)
+        highest = self.vector.even(HIGHEST)
         sharpest = torch.cat([highest[: self.vector.count], torch.zeros_like(highest[self.vector.count :])])
         if (lowest := self.try_(sharpest, "the highest alphas")) > self.goal:
             raise ValueError(
@@ -83,9 +80,7 @@ class DensitySearch:
 
     def choose(self) -> float:
         """Give each head its own alpha, by what it is estimated to cost; return the price of a density of 1, in nats."""
-        task = self.task
-        batches, counts = ([values[i] for i in task.fitted[:_ESTIMATED]] for values in (task.batches, task.counts))
-        sensitivity = measure_sensitivity(task.model, batches, counts, task.loss, self.vector)  # type: ignore[arg-type]
+        sensitivity = self.task.sensitivity()
         price = 0.0
 
         def point(log_cost: float) -> Tensor:

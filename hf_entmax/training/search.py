@@ -16,18 +16,17 @@ from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.labels import count_labels
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 from hf_entmax.integration.patching import entmax_config, softmax_attention
-from hf_entmax.training.alpha_vector import AlphaVector
+from hf_entmax.training.alpha_vector import HIGHEST, LOWEST, AlphaVector
 from hf_entmax.training.density import soft_density
 from hf_entmax.training.distillation import Recorded, attention_pairs, logit_distillation, record_attention
-from hf_entmax.training.sensitivity import Loss, in_the_graph, measure_sensitivity
+from hf_entmax.training.sensitivity import Loss, Sensitivity, in_the_graph, measure_sensitivity
 
 #: How often a search along a line may measure the loss of the batches that judge.
 _TRIALS = 5
 #: On how many batches costs are estimated.
 _ESTIMATED = 8
-#: Shares of the range of alpha: what stands for softmax, where the search for a common one begins, where step 3 begins at
-#: least, the highest.
-_SOFTMAX, _FIRST, _LEAST, _HIGHEST = 1e-6, 0.15, 0.01, 0.9999
+#: Shares of the range of alpha: where the search for a common one begins, and where step 3 begins at least.
+_FIRST, _LEAST = 0.15, 0.01
 #: Steps after which the batches that judge are asked, and by how much the pressure on the density then goes up or down.
 _JUDGED, _PUSH = 5, 2.0
 
@@ -129,6 +128,11 @@ class Task:
             rows.setdefault(sites[name].site, []).append((kept / total).float())
         return self.mean(losses, self.judging), {site: pad_sequence(own, True, math.nan) for site, own in rows.items()}
 
+    def sensitivity(self) -> Sensitivity:
+        """Estimate what each alpha would cost and gain, on some of the batches that alphas are fitted to."""
+        batches, counts = ([values[i] for i in self.fitted[:_ESTIMATED]] for values in (self.batches, self.counts))
+        return measure_sensitivity(self.model, batches, counts, self.loss, self.vector)  # type: ignore[arg-type]
+
     def cost_and_density(self, index: int) -> tuple[Tensor, Tensor]:
         """Return what a batch costs and its soft density, mean over heads, both in the graph of the values.
 
@@ -176,7 +180,7 @@ class Search:
     def _start(self) -> None:
         """Begin from the lowest alphas."""
         self.fits = False
-        self.best: Tensor = self.vector.even(_SOFTMAX)
+        self.best: Tensor = self.vector.even(LOWEST)
         rise = self.try_(self.best, "lowest alphas")
         # Not even float32 repeats a loss exactly when its sums are taken in another order.
         if not self.fits and rise <= self.budget + 1e-6 * max(1.0, abs(self.task.before)):
@@ -220,9 +224,7 @@ class Search:
 
     def choose(self) -> float:
         """Move the sum of estimated costs until the loss fits; return the price of a density of 1 there, in nats."""
-        task = self.task
-        batches, counts = ([values[i] for i in task.fitted[:_ESTIMATED]] for values in (task.batches, task.counts))
-        sensitivity = measure_sensitivity(task.model, batches, counts, task.loss, self.vector)  # type: ignore[arg-type]
+        sensitivity = self.task.sensitivity()
 
         def choice(cost: float) -> tuple[Tensor, float]:
             chosen, price = sensitivity.choose(cost)
@@ -263,9 +265,9 @@ class Search:
                 low = share
             else:
                 high = share
-            if low == _HIGHEST:
+            if low == HIGHEST:
                 break
-            share = min(_HIGHEST, 2 * low) if high == math.inf else (low + high) / 2 if low else high / 3
+            share = min(HIGHEST, 2 * low) if high == math.inf else (low + high) / 2 if low else high / 3
 
     def refine(self, price: float, steps: int, learning_rate: float) -> None:
         """Take gradient steps on cost + pressure * soft density; the pressure goes up while the loss is within the budget."""

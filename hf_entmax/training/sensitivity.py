@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.ops import entmax
-from hf_entmax.training.alpha_vector import AlphaVector
+from hf_entmax.training.alpha_vector import HIGHEST, LOWEST, AlphaVector
 from hf_entmax.training.distillation import attention_pairs, record_attention
 
 #: Places in the range of alpha (0 its lower end, 1 its upper) at which every head is tried; the first stands for softmax.
-SHARES = (1e-6, 0.01, 0.02, 0.035, 0.05, 0.065, 0.08, 0.1, 0.12, 0.15, 0.19, 0.25, 0.35, 0.5, 0.7, 0.9, 0.9999)
+SHARES = (LOWEST, 0.01, 0.02, 0.035, 0.05, 0.065, 0.08, 0.1, 0.12, 0.15, 0.19, 0.25, 0.35, 0.5, 0.7, 0.9, HIGHEST)
 #: Where a head has a temperature, its scores are multiplied by ``1 / (1 + r (alpha - 1))``: at the same scores entmax is sharper
 #: than softmax, the more so the higher alpha. One ``r`` of these is chosen for each head; 3 suits most.
 SOFTENINGS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)

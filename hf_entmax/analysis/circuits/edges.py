@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.analysis.circuits.tasks import Task
-from hf_entmax.batches.prepare import evaluation_mode, prepare_batch
+from hf_entmax.batches.prepare import evaluation_mode, only_gradients_of, prepare_batch
 from hf_entmax.integration.discovery import AttentionSite
 from hf_entmax.integration.observe import AttentionCall, observe_attention
 
@@ -101,7 +100,7 @@ class Ablated:
     def slopes(self, share: float) -> Gates:
         """Return the derivative of the summed metric in every gate where all are open by this share."""
         gates = {name: (mask * share).requires_grad_() for name, mask in self.present.items()}
-        with evaluation_mode(self.model), torch.enable_grad(), _frozen(self.model):
+        with evaluation_mode(self.model), torch.enable_grad(), only_gradients_of(self.model):
             total = self._run(gates).sum()
             found = torch.autograd.grad(total, list(gates.values()), allow_unused=True)
         slopes = zip(gates.items(), found, strict=True)
@@ -241,16 +240,3 @@ def attribute(
 def _mix(weights: Tensor, value: Tensor) -> Tensor:
     """Return the output of heads, ``[B, H, T_q, D_v]``; those that share values read the same."""
     return weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
-
-
-@contextlib.contextmanager
-def _frozen(model: Any) -> Iterator[None]:
-    """Take no gradients of the model's own parameters inside a block."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in wanted:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in wanted:
-            parameter.requires_grad_(True)
