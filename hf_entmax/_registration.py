@@ -21,8 +21,7 @@ _failures: dict[str, ImportError] = {}
 def register(installers: Mapping[str, str]) -> None:
     """Install hooks now for what is loaded already, and on loading for what is not.
 
-    Args:
-        installers: module to wait for -> module whose ``install()`` then runs.
+    Each module to wait for leads to the one whose ``install()`` then runs.
     """
     _installers.update(installers)
     waiting = []

@@ -33,14 +33,9 @@ class LearnedNumbers(nn.Module):
         raise NotImplementedError
 
     def check_loaded(self, name: str, values: Tensor) -> None:
-        """Refuse a raw number that is infinite or NaN: it would run as a bound, or as NaN, and never learn.
+        """Refuse raw numbers that are infinite or NaN: they would run as a bound, or as NaN, and never learn.
 
-        Args:
-            name: its key in the checkpoint, for the message.
-            values: what is about to be loaded, or was.
-
-        Raises:
-            ValueError: naming the key.
+        ``name`` is their key in the checkpoint, for the message.
         """
         if values.device.type != "meta" and not (finite := values.isfinite()).all():
             held = values if values.numel() < 100 else values[~finite][:4]

@@ -135,12 +135,7 @@ def _read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark(config: PreTrainedConfig, record: dict[str, Any]) -> bool:
-    """Add `FILE_MARK` to every part of a configuration that is patched, and to what such a part lies in.
-
-    Args:
-        config: what the record was written from.
-        record: changed in place.
-    """
+    """Add `FILE_MARK` to every part of ``record`` whose configuration is patched, and to what such a part lies in."""
     from transformers.configuration_utils import PreTrainedConfig
 
     patched = bool(record.get(CONFIG_KEY))

@@ -92,9 +92,7 @@ def trained_alphas(model: nn.Module) -> list[nn.Parameter]:
 def trains_weights(outer: nn.Module, inner: nn.Module) -> bool:
     """Tell whether training changes what a model computes with softmax attention and without adapters.
 
-    Args:
-        outer: the model that is trained, perhaps PEFT's.
-        inner: the patched model in it.
+    ``outer`` is the model that is trained, perhaps PEFT's, and ``inner`` the patched model in it.
     """
     if hasattr(outer, "disable_adapter"):
         return False
