@@ -1,9 +1,9 @@
 """What `recipes.lab.serving` times: decoding of many requests, and reading one prompt, in the engine of Transformers.
 
-Prompts are read once, by the patched model, and their keys and values written into the blocks of every engine, SDPA's too: what a
-step of decoding costs depends on the number and the place of the keys, and of those of the sparse model on how many have weight.
-Engines come to decode without arithmetic, as if they had read the prompts. With one prompt all requests share its blocks; with
-several (``--prompts``) each request has blocks of its own, with the keys of prompt ``r % prompts``. Half precision is read with linear
+Prompts are read once, by the patched model, and their keys and values written into the blocks of one buffer that all engines work
+on, SDPA's too: what a step of decoding costs depends on the number and the place of the keys, and in the sparse model on how many have
+weight. Engines come to decode without arithmetic, as if they had read the prompts; they go on in step, so that new keys too have one
+place, and SDPA's tokens are not to be looked at. With one prompt all requests share its blocks; with several (``--prompts``) each request has blocks of its own, with the keys of prompt ``r % prompts``. Half precision is read with linear
 layers in float32, which is some ten times faster on processors without it; nothing that is timed is. `prefill` times what that leaves
 out: one prompt that each engine reads itself, piece by piece in turn.
 """
@@ -137,8 +137,17 @@ class Engine:
         while sum(state.generated_len() > 0 for state in self.active.values()) < wanted:
             self.step()
 
-    def fill(self, prompts: list[list[int]], requests: int, cache: Any) -> None:
-        """Let so many requests decode the last token of their prompts, of whose other tokens ``cache`` has the keys, one prompt a row."""
+    @property
+    def allocator(self) -> Any:
+        """Of the blocks, for a model with layers of one kind."""
+        (allocator,) = self.processor.cache.cache_allocators.values()
+        return allocator
+
+    def fill(self, prompts: list[list[int]], requests: int, cache: Any, other: Engine | None = None) -> None:
+        """Let so many requests decode the last token of their prompts, of whose other tokens ``cache`` has the keys, one prompt a row.
+
+        With another engine that was filled alike, its buffer is used.
+        """
         vocabulary = self.model.config.get_text_config().vocab_size
 
         def nothing(*_: Any, logits_to_keep: Tensor, **__: Any) -> Any:
@@ -152,16 +161,20 @@ class Engine:
             self.read(asked[1:])
         finally:
             del self.model.forward
-        (allocator,) = self.processor.cache.cache_allocators.values()
-        held = [(layer.keys, layer.values) for layer in cache.layers]
+        held = [(layer.keys, layer.values) for layer in cache.layers] if other is None else []
         for state in self.active.values():
             row = next(number for number, prompt in enumerate(prompts) if prompt[:-1] == state.initial_tokens)
             length, last = len(state.initial_tokens), prompts[row][-1]
             state.position_offset, state.generated_tokens, state.tokens_to_process = length, [last], [last]
-            places = torch.tensor(allocator.get_write_indices(state.request_id, 0, length))
+            places = torch.tensor(self.allocator.get_write_indices(state.request_id, 0, length))
             for number, tensors in enumerate(held):
-                for target, own in zip(allocator._kv_token_views[number], tensors, strict=True):
+                for target, own in zip(self.allocator._kv_token_views[number], tensors, strict=True):
                     target[places] = own[row].transpose(0, 1)
+        if other is not None:
+            if list(self.allocator.block_table.values()) != list(other.allocator.block_table.values()):
+                raise RuntimeError("Two engines gave the same requests other blocks: they cannot share a buffer.")
+            self.allocator._kv_token_views = other.allocator._kv_token_views
+            self.allocator._kv_page_views = other.allocator._kv_page_views
 
 
 @torch.no_grad()
@@ -183,8 +196,9 @@ def speed(settings: Any) -> None:
         "dense": Engine(sparse, requests, length, new, share, cache_config={"bits": None}),
         "sparse": Engine(sparse, requests, length, new, share),
     }
+    first = engines["sdpa"]
     for engine in engines.values():
-        engine.fill(prompts, requests, cache)
+        engine.fill(prompts, requests, cache, None if engine is first else first)
     if requests * cache_bytes(plain, length) <= settings.memory * 2**30:
         cache.batch_repeat_interleave(requests // settings.prompts)
         engines["generate"] = Greedy(sparse, cache, 0, requests)

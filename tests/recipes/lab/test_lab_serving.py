@@ -63,10 +63,10 @@ def test_an_engine_that_was_filled_goes_on_as_one_that_read(folder, share):
     prompts = torch.randint(3, tiny.VOCAB, (1 if share else 2, 70), generator=torch.Generator().manual_seed(1)).tolist()
     cache = ExactSparseCache(model)
     model(torch.tensor(prompts)[:, :-1], past_key_values=cache)
-    engine = Engine(model, 4, 70, 8, share)
-    engine.fill(prompts, 4, cache)
-    tables = next(iter(engine.processor.cache.cache_allocators.values())).block_table
-    assert len({tuple(table) for table in tables.values()}) == 4
+    first, engine = (Engine(model, 4, 70, 8, share) for _ in range(2))
+    first.fill(prompts, 4, cache)
+    engine.fill(prompts, 4, cache, first)
+    assert len({tuple(table) for table in engine.allocator.block_table.values()}) == 4
     for _ in range(5):
         engine.step()
     found = sorted(state.generated_tokens[1:] for state in engine.active.values())
