@@ -3,9 +3,10 @@
 Prompts are read once, by the patched model, and their keys and values written into the blocks of one buffer that all engines work
 on, SDPA's too: what a step of decoding costs depends on the number and the place of the keys, and in the sparse model on how many have
 weight. Engines come to decode without arithmetic, as if they had read the prompts; they go on in step, so that new keys too have one
-place, and SDPA's tokens are not to be looked at. With one prompt all requests share its blocks; with several (``--prompts``) each request has blocks of its own, with the keys of prompt ``r % prompts``. Half precision is read with linear
-layers in float32, which is some ten times faster on processors without it; nothing that is timed is. `prefill` times what that leaves
-out: one prompt that each engine reads itself, piece by piece in turn.
+place, and SDPA's tokens are not to be looked at. With one prompt all requests share its blocks; with several (``--prompts``) each
+request has blocks of its own, with the keys of prompt ``r % prompts``. Half precision is read with linear layers in float32, which is
+some ten times faster on processors without it; nothing that is timed is. `prefill` times what that leaves out: one prompt that each
+engine reads itself, piece by piece in turn.
 """
 
 from __future__ import annotations
