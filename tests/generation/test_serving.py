@@ -30,14 +30,26 @@ MORE = {
             word_embed_proj_dim=32,
         )
     ),
-    "gpt_oss": lambda: tf.GptOssForCausalLM(
-        tf.GptOssConfig(
-            **tiny._LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
-            layer_types=["sliding_attention", "full_attention"],
+    "gpt_oss": lambda: _with_sinks(
+        tf.GptOssForCausalLM(
+            tf.GptOssConfig(
+                **tiny._LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
+                layer_types=["sliding_attention", "full_attention"],
+            )
         )
+    ),
+    "gemma2, capped": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**tiny._LLAMA, head_dim=8, sliding_window=4, attn_logit_softcapping=1.5)
     ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tiny._LLAMA, num_local_experts=2, num_experts_per_tok=1)),
 }  # fmt: skip
+
+
+def _with_sinks(model):
+    """Sinks that are as large as scores are."""
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.sinks, 0.5, 2.0)
+    return model
 
 
 def _model(family="llama", **options):
@@ -130,6 +142,16 @@ def test_every_mapping_and_length_scaling(options):
     # A mapping of `mapping=` has no alpha.
     alpha = {} if "mapping" not in options else {"alpha": "learned"}
     _same(_model(**alpha, **options), _prompts([5, 18, 2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2, capped", "gpt_oss", "mistral"])
+@pytest.mark.parametrize(
+    "options", [{"mapping": "sparsehourglass"}, {"alpha": 1.3, "length_scaling": "log", "length_scaling_init": "paper"}]
+)
+def test_mappings_and_length_scaling_with_windows_caps_and_sinks(family, options):
+    alpha = {} if "mapping" not in options else {"alpha": "learned"}
+    _same(_model(family, **alpha, **options), _prompts([5, 18, 2]))
 
 
 def test_half_precision_and_a_single_block():
