@@ -108,7 +108,7 @@ class Engine:
     def __init__(self, model: Any, requests: int, length: int, new: int, share: bool, **options: Any) -> None:
         # Those that read first decode while others read.
         self.model, self.new = model, new + requests * (2 + length // CHUNK)
-        # Room as if nothing were shared, or the engine would not read for all of them in one step; what is not written to is not there.
+        # Room as if nothing were shared, or the engine would not read for all of them in one step.
         config = ContinuousBatchingConfig(
             page_size=BLOCK,
             num_blocks=requests * (-(-(length + self.new) // BLOCK) + 1),
@@ -174,8 +174,10 @@ class Engine:
         if other is not None:
             if list(self.allocator.block_table.values()) != list(other.allocator.block_table.values()):
                 raise RuntimeError("Two engines gave the same requests other blocks: they cannot share a buffer.")
-            self.allocator._kv_token_views = other.allocator._kv_token_views
-            self.allocator._kv_page_views = other.allocator._kv_page_views
+            # Its own is freed.
+            self.processor.cache.cache_tensor = other.processor.cache.cache_tensor
+            for name in ("cache_tensor", "_copy_view", "_kv_token_views", "_kv_page_views"):
+                setattr(self.allocator, name, getattr(other.allocator, name))
 
 
 @torch.no_grad()
@@ -192,14 +194,11 @@ def speed(settings: Any) -> None:
     with contextlib.nullcontext() if sparse.dtype == torch.float32 else linear_in_float32():
         for chunk in torch.tensor(prompts)[:, :-1].split(CHUNK, 1):
             sparse(chunk, past_key_values=cache, logits_to_keep=1)
-    engines: dict[str, Any] = {
-        "sdpa": Engine(plain, requests, length, new, share),
-        "dense": Engine(sparse, requests, length, new, share, cache_config={"bits": None}),
-        "sparse": Engine(sparse, requests, length, new, share),
-    }
-    first = engines["sdpa"]
-    for engine in engines.values():
-        engine.fill(prompts, requests, cache, None if engine is first else first)
+    engines: dict[str, Any] = {}
+    for name, model in (("sdpa", plain), ("dense", sparse), ("sparse", sparse)):
+        options = {"cache_config": {"bits": None}} if name == "dense" else {}
+        engines[name] = Engine(model, requests, length, new, share, **options)
+        engines[name].fill(prompts, requests, cache, engines["sdpa"] if len(engines) > 1 else None)
     if requests * cache_bytes(plain, length) <= settings.memory * 2**30:
         cache.batch_repeat_interleave(requests // settings.prompts)
         engines["generate"] = Greedy(sparse, cache, 0, requests)

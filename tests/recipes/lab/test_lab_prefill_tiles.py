@@ -15,8 +15,8 @@ def test_what_a_bound_leaves_out_has_no_weight():
     length, size, page = 128, 8, 16
     # Keys of a page resemble each other, so that bounds say something.
     key = torch.randn(2, length // page, 1, 4, generator=generator).expand(-1, -1, page, -1).reshape(2, length, 4)
-    key = key + 0.1 * torch.randn(2, length, 4, generator=generator)
-    query = 4 * torch.randn(2, length, 4, generator=generator)
+    key = key + 0.02 * torch.randn(2, length, 4, generator=generator)
+    query = 30 * torch.randn(2, length, 4, generator=generator)
     nonzero, (weight, exact, known) = prefill_tiles.shares(query, key, 1.5, size, page)
     assert 0 < nonzero <= weight <= exact <= known < 1
     # By hand: of the blocks looked at, the tiles in which any weight is.
