@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ STRATA = (1, 3, 10)
 
 #: From logits and labels that calibrate, logits to test and the allowed chance of a miss: the sets, bool ``[n, V]``.
 Method = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+#: Of some examples, how many answers have a score below a threshold, and whether that is all of them.
+Listing = Callable[[list[int], float], list[tuple[int, bool]]]
 
 
 def check_sets(settings: Any) -> None:
@@ -202,7 +205,12 @@ def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequenc
 def measure_sequences(
     model: Any, examples: list[dict[str, list[int]]], tokenizer: Any, settings: Any
 ) -> list[dict[str, Any]]:
-    """Records for an encoder-decoder: sets of one step of each answer, drawn at random, and of whole answers."""
+    """Records for an encoder-decoder: sets of one step of each answer, drawn at random, and of whole answers.
+
+    Where some inputs have several answers, the sets of whole answers are also calibrated input by input: ``any answer`` promises
+    that one of them is in the set, ``every answer`` that all are; ``every of several`` says how often the sets of ``any answer``
+    hold all of them, where there are several.
+    """
     alpha = settings.output_alpha if settings.output_alpha > 1 else 1.5
     generator = torch.Generator().manual_seed(settings.seed)
     steps: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -238,12 +246,48 @@ def measure_sequences(
     for method, (own, listing) in answers.items():
         for record in measure_answers(torch.stack(own), wanted, seed, listing):
             records.append({"unit": "answer", "method": method, **record})
+        for unit, record in measure_variants(
+            torch.stack(own), [e["input_ids"] for e in examples], wanted, seed, listing
+        ):
+            records.append({"unit": unit, "method": method, **record})
     return records
 
 
-def measure_answers(
-    scores: Tensor, wanted: Sequence[float], seed: int, listed: Callable[[list[int], float], list[tuple[int, bool]]]
-) -> list[dict[str, Any]]:
+def measure_variants(
+    scores: Tensor, inputs: Sequence[Sequence[int]], wanted: Sequence[float], seed: int, listed: Listing
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Units with their records as `measure_sequences` says; none where no input has several answers.
+
+    An input stands for all of its answers, so that those of one input are never apart: on both sides of a split.
+    """
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, ids in enumerate(inputs):
+        places[tuple(ids)].append(place)
+    groups = list(places.values())
+    several = torch.tensor([len(group) > 1 for group in groups])
+    if not several.any():
+        return
+    least, most = (torch.stack([of(scores[group]) for group in groups]) for of in (torch.min, torch.max))
+
+    def of_inputs(chosen: list[int], threshold: float) -> list[tuple[int, bool]]:
+        return listed([groups[place][0] for place in chosen], threshold)
+
+    for unit, own in (("any answer", least), ("every answer", most)):
+        yield from ((unit, record) for record in measure_answers(own, wanted, seed, of_inputs))
+    for share in wanted:
+        hits = []
+        for held, test in splits(len(groups), seed):
+            threshold = conformal_temperature(least[held], round(1 - share / 100, 6))
+            hits.append((most[test] < threshold)[several[test]])
+        if not (hits := [hit for hit in hits if len(hit)]):
+            continue
+        found = [100 * float(hit.double().mean()) for hit in hits]
+        record: dict[str, Any] = {"coverage_wanted": share, "coverage": round(statistics.fmean(found), 2)}
+        record |= {"coverage_sd": round(statistics.pstdev(found), 2), "splits": len(hits), "test": int(several.sum())}
+        yield "every of several", record
+
+
+def measure_answers(scores: Tensor, wanted: Sequence[float], seed: int, listed: Listing) -> list[dict[str, Any]]:
     """A record for every coverage, for sets of whole answers: those with a score below a threshold.
 
     Coverage is that of all splits; the sets themselves are listed for the first examples that the first split tests, at

@@ -41,3 +41,26 @@ def test_raps_takes_classes_of_which_there_is_one_example():
     labels[0] = 4
     inside = sets.mapie_sets("raps")(logits[:150], labels[:150], logits[150:], 0.1)
     assert inside.shape == (150, 5) and 0 < inside.sum() < inside.numel()
+
+
+def test_sets_of_inputs_with_several_answers():
+    scores = torch.rand(3000, generator=torch.Generator().manual_seed(0))
+    inputs = [[place if place < 1500 else place - 1500, 1] for place in range(3000)]  # two answers each
+    asked = []
+
+    def listed(places, threshold):
+        asked.append((places, threshold))
+        return [(1, True)] * len(places)
+
+    records = list(sets.measure_variants(scores, inputs, [90.0], 0, listed))
+    found = dict(records)
+    assert list(found) == ["any answer", "every answer", "every of several"]
+    # 750 inputs calibrate: one split has a standard deviation of 1.1 or less, the splits share their data.
+    assert abs(found["any answer"]["coverage"] - 90) < 3 and abs(found["every answer"]["coverage"] - 90) < 3
+    # The lower of two uniform numbers is below t with 1 - (1 - t)^2 = 0.9, both then with t^2 = 0.468.
+    assert abs(found["every of several"]["coverage"] - 46.8) < 6
+    assert found["any answer"]["test"] == 750 and found["every of several"]["test"] == 1500
+    (places, low), (_, high) = asked
+    assert abs(low - 0.684) < 0.04 and abs(high - 0.949) < 0.02  # these very thresholds
+    assert len(places) == sets.LISTED and max(places) < 1500  # an input is listed once
+    assert not list(sets.measure_variants(scores, [[place] for place in range(3000)], [90.0], 0, listed))
