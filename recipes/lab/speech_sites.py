@@ -222,7 +222,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="folder or Hub id")
     parser.add_argument("tables", nargs="+", help="tables of sound files and texts; one for decoding")
     parser.add_argument(
-        "--sites", nargs="+", default=[*SITES, "all"], help="encoder_self, cross, ..., joined by +, or all"
+        "--sites",
+        nargs="*",
+        default=[*SITES, "all"],
+        help="encoder_self, cross, ..., joined by +, or all; none for the original alone",
     )
     parser.add_argument("--alphas", type=float, nargs="+", default=[1.5])
     parser.add_argument("--sharp", action="store_true", help="without the temperature of each head")

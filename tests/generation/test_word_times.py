@@ -11,7 +11,7 @@ from tiny_speech import RATE, tiny_processor, tiny_whisper
 import hf_entmax
 from hf_entmax.analysis import plots
 from hf_entmax.generation import word_times
-from hf_entmax.generation.word_times import follow_speech, narrow_heads, path_share, segments
+from hf_entmax.generation.word_times import follow_speech, narrow_heads, onset, path_share, segments
 from hf_entmax.integration.observe import observe_attention
 
 TEXT = "to be, or not"
@@ -54,6 +54,15 @@ def test_heads_that_follow_the_speech_are_chosen():
     sinking[:, 199] += 0.1
     assert narrow_heads({(0, 0): weights[0, 0], (0, 1): sinking}, 0.02) == [(0, 0)]
     assert narrow_heads({(0, 1): sinking}, 0.02) == [(0, 1)]  # better than none
+
+
+def test_a_word_begins_where_its_weight_does():
+    weights = torch.zeros(40)
+    weights[5], weights[20:24] = 0.1, 0.225  # a tenth on what is not written, 0.3 s before the word
+    assert onset(weights, 5, 24) == 20 and onset(weights, 20, 24) == 20
+    weights[5] = 0.3  # a part of the word
+    assert onset(weights, 5, 24) == 5
+    assert onset(weights, 30, 30) == 30 and onset(weights, 30, 33) == 30  # nobody looked there
 
 
 @pytest.mark.parametrize("seed", range(4))
