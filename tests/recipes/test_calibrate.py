@@ -9,7 +9,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
-from runs import rows
+from recipe_runs import rows
 
 import calibrate
 import hf_entmax

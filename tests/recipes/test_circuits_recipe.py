@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-import runs
+import recipe_runs as runs
 import tiny_models as tiny
 
 import circuits

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 
 import classification

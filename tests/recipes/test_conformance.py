@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fresh
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import fresh
 import pytest
-import runs
+import recipe_runs as runs
 import torch
-from runs import config, result, rows
+from recipe_runs import config, result, rows
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 import convert

@@ -8,7 +8,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
-from runs import rows
+from recipe_runs import rows
 from test_convert import RECIPES, kill_and_resume
 
 import convert

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 
 import pytest
-import runs
+import recipe_runs as runs
 
 import inflection
 from common.folder import open_folder

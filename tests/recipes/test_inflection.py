@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM

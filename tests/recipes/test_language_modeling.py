@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertConfig, BertLMHeadModel, PreTrainedTokenizerFast

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fresh
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser

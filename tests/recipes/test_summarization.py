@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import runs
+import recipe_runs as runs
 
 import summarization
 from common.settings import parse

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 
 import translation
