@@ -17,7 +17,8 @@ held (``--attention 1.5``) or let go (``--attention learned``, from ``--release`
 `hf_entmax.training.ConversionCallback`: the task, distances to the frozen softmax model, and pressure on the density. It grows
 while the density is above ``--density_target``; with ``--loss_budget`` density is the objective, and the pressure falls while the
 loss is further above the softmax model's than that. Alphas are then best free and sparse from the start (``--schedule abrupt
---release 1.5 --softened true``): weights recover faster than alphas grow.
+--release 1.5 --softened true``): weights recover faster than alphas grow. A ``--model`` that is sparse already, e.g. from
+`hf_entmax.sparsify`, goes on from its own alphas; its teacher has the same weights and softmax.
 
 Each evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
 training, and on the way. The model kept is the last one: a conversion that stopped early would not be one.
@@ -87,8 +88,10 @@ def main(settings: Settings) -> None:
     kind = tasks.kind_of(settings, AutoConfig.from_pretrained(settings.model))
     data, tokenizer = tasks.read_data(settings, kind), AutoTokenizer.from_pretrained(settings.model)
     teacher = tasks.load(kind, settings, teacher=True)
-    if is_patched(teacher):
-        raise ValueError(f"model={settings.model!r} is sparse already: give a softmax model.")
+    going_on = is_patched(teacher)
+    if going_on:
+        settings.check_going_on(teacher)
+        hf_entmax.unpatch_model(teacher)
     check_length(teacher, getattr(settings, kind.longest), kind.longest)
     kind.check(teacher)
     curve = Curve(settings, kind.curve)
@@ -96,7 +99,7 @@ def main(settings: Settings) -> None:
     teacher.to(PartialState().device)
     set_seed(settings.seed)
     model, config = tasks.load(kind, settings), settings.student()
-    if config is not None:
+    if config is not None and not going_on:
         patch_model(model, config)
     if settings.lora_rank:
         model = tasks.add_adapters(model, settings.lora_rank, kind)

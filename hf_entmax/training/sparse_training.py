@@ -57,6 +57,11 @@ class TrainingPlan:
                 f"trainer_arguments holds {', '.join(taken)}: sparsify sets them itself; see its own arguments."
             )
 
+    def record(self) -> dict[str, Any] | None:
+        """Return what an earlier start in this folder has written, or None if there was none."""
+        path = None if self.output_dir is None else Path(self.output_dir, _RECORD)
+        return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
+
     def asked(self, vector: AlphaVector) -> dict[str, Any]:
         """What a run that goes on must have been asked for."""
         asked = {name: getattr(self, name) for name in ("goal", "wanted", "train", "steps", "learning_rate")}
@@ -102,7 +107,7 @@ def train_sparse(
         denser = searched[: vector.count].mean() < sparse[: vector.count].mean()
         vector.set_(sparse if denser else searched)
     with _folder(plan) as folder, _trainable(model, vector, plan) as trained:
-        record = {"asked": plan.asked(vector), "searched": searched.tolist()}
+        record = {"asked": plan.asked(vector), "searched": searched.tolist(), "alpha_range": vector.range}
         (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
         callbacks = [LossBudgetCallback(plan.wanted, rate=0.1)] if budget else []
         every = max(1, plan.steps // _EVALUATIONS)
@@ -181,10 +186,9 @@ def searched_before(plan: TrainingPlan, vector: AlphaVector) -> Tensor | None:
     Raises:
         ValueError: if the folder holds a run that was asked for something else.
     """
-    path = None if plan.output_dir is None else Path(plan.output_dir, _RECORD)
-    if path is None or not path.exists():
+    found, asked = plan.record(), plan.asked(vector)
+    if found is None:
         return None
-    found, asked = json.loads(path.read_text(encoding="utf-8")), plan.asked(vector)
     if found["asked"] != asked:
         raise ValueError(
             f"{plan.output_dir} holds another run: it was asked for {found['asked']}, now {asked}. Give another output_dir."

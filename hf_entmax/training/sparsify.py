@@ -20,7 +20,7 @@ from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.integration.head_numbers import alphas
 from hf_entmax.integration.patching import is_patched, patch_model, unpatch_model
 from hf_entmax.integration.softmax_blocks import runs_softmax
-from hf_entmax.training.alpha_vector import AlphaVector
+from hf_entmax.training.alpha_vector import HIGHEST, AlphaVector
 from hf_entmax.training.calibration import evaluated_alone
 from hf_entmax.training.density_search import DensitySearch
 from hf_entmax.training.search import Search, Task, mean_density
@@ -32,6 +32,8 @@ Train = Literal["nothing", "alphas", "adapters", "lora", "weights"]
 _HELD_OUT = 5
 #: Of gradient steps, where nothing else is said.
 _STEPS = {"nothing": 0, "alphas": 60, "adapters": 200, "lora": 200, "weights": 200}
+#: Ends of the range of alpha of a model that sparsify patches, and for densities that the first does not reach.
+_RANGE, _WIDE = (1.0, 2.0), (1.0, 4.0)
 _LEARNING_RATES = {"alphas": 0.1, "adapters": 1e-3, "lora": 1e-3, "weights": 2e-4}
 
 
@@ -131,8 +133,9 @@ def sparsify(
     r"""Make the attention of a model sparse: as sparse as a loss allows, or as good as a density allows.
 
     A model that is not patched is patched with learned alphas and a temperature for each head
-    (``length_scaling="constant"``). Every fifth batch is set aside for the report. With the others the alphas and
-    temperatures are searched (`hf_entmax.calibrate_alphas` says how), and then whatever ``train`` names is trained:
+    (``length_scaling="constant"``), in the range from 1 to 2, or up to 4 where 2 would still be denser than ``density``.
+    Every fifth batch is set aside for the report. With the others the alphas and temperatures are searched
+    (`hf_entmax.calibrate_alphas` says how), and then whatever ``train`` names is trained:
 
     - ``"nothing"``: minutes; no gradient step at all.
     - ``"alphas"``: gradient steps on alphas and temperatures, so that heads can trade zeros among them.
@@ -192,7 +195,8 @@ def sparsify(
     plan = TrainingPlan(goal, wanted, train, steps, rate, collator, batch_size, output_dir, trainer_arguments or {})
     ours = not is_patched(model)
     if ours:
-        patch_model(model, length_scaling="constant")
+        earlier = plan.record() or {}
+        patch_model(model, length_scaling="constant", alpha_range=tuple(earlier.get("alpha_range", _RANGE)))
     vector = AlphaVector(model)
     start = vector.values()
     settled = False  # once there is a result, or weights that the alphas belong to
@@ -200,10 +204,15 @@ def sparsify(
         task = Task(model, [batches[i] for i in used], loss, vector)
         report = Task(model, [batches[i] for i in kept], loss, vector)
         report.judge_by_all()
+        known = searched_before(plan, vector)
+        if ours and known is None and goal == "density" and _too_dense(task, wanted):
+            say(f"alphas of {_RANGE[1]:g} leave more than {wanted:.1%} of the weights: they may rise to {_WIDE[1]:g}")
+            unpatch_model(model)
+            patch_model(model, length_scaling="constant", alpha_range=_WIDE)
+            vector = task.vector = report.vector = AlphaVector(model)
         with evaluated_alone(model, vector):
             before = report.measure_softmax()
             say(f"with softmax attention: {task.measure_softmax():.4f}")
-            known = searched_before(plan, vector)
             if known is None:
                 known = _search(task, vector, goal, wanted, 0 if trains else steps, rate, say).best
             vector.set_(known)
@@ -230,6 +239,13 @@ def sparsify(
         delattr(model.config, CALIBRATION_KEY)
     setattr(model.config, SPARSITY_KEY, found.to_dict())
     return found
+
+
+def _too_dense(task: Task, wanted: float) -> bool:
+    """Say whether more weights than wanted are left with the highest alphas."""
+    vector = task.vector
+    with evaluated_alone(task.model, vector):
+        return mean_density(task.measure(vector.even(HIGHEST))[1]) > wanted
 
 
 def _search(

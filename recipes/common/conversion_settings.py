@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from common.blocks import TextSettings
-from common.settings import option
-from hf_entmax import EntmaxConfig
+from common.settings import make_sparse, option
+from hf_entmax import EntmaxConfig, length_scalings
 from hf_entmax.training import AlphaScheduleCallback, ConversionCallback, DensityTarget, LossBudget
 
 
@@ -16,7 +16,9 @@ from hf_entmax.training import AlphaScheduleCallback, ConversionCallback, Densit
 class ConversionSettings(TextSettings):
     """Settings of this recipe, beside those that all share."""
 
-    model: str = option("", "the softmax model: a folder or Hub id, causal, encoder-decoder or sentence encoder")
+    model: str = option(
+        "", "the softmax model, or one made sparse: a folder or Hub id, causal, encoder-decoder or sentence encoder"
+    )
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
     softened: bool = option(False, "a temperature of each head too, at which entmax starts about as sharp as softmax")
     release: float | None = option(None, "learned: the alpha from which they are let go, above 1 (default 1.5)")
@@ -83,11 +85,11 @@ class ConversionSettings(TextSettings):
             self.require("alpha_init", self.alpha_init == "normal", begin)
             at_once = self.schedule == "abrupt" or not self.softened
             self.require("schedule", at_once, "abrupt: softened starts at --release")
-            self.release = 1.5 if self.release is None else self.release
             self.require("alpha_max", 1 < self.alpha_max < math.inf, "above 1")
-            self.require("release", 1 < self.release < self.alpha_max, f"between 1 and alpha_max={self.alpha_max:g}")
-        released = self.learned or self.release is None
-        self.require("release", released, f"left out: attention={self.attention} learns no alpha")
+            inside = 1 < self.released < self.alpha_max
+            self.require("release", inside, f"between 1 and alpha_max={self.alpha_max:g}")
+        free = self.learned or self.release is None
+        self.require("release", free, f"left out: attention={self.attention} learns no alpha")
         self.require("softened", self.learned or not self.softened, f"left out: attention={self.attention}")
         self.require("alpha_max", self.learned or self.alpha_max == 2, f"left out: attention={self.attention}")
         self.require(
@@ -103,15 +105,30 @@ class ConversionSettings(TextSettings):
         return self.attention == "learned"
 
     @property
+    def released(self) -> float:
+        """The alpha from which learned ones are let go."""
+        return 1.5 if self.release is None else self.release
+
+    @property
     def annealed(self) -> bool:
         """Whether alpha moves on a schedule."""
         return self.schedule == "anneal" and self.attention != "softmax"
+
+    def check_going_on(self, model: Any) -> None:
+        """Raise ``ValueError`` where the settings would begin anew with a model that is sparse already."""
+        make_sparse(model, self)  # says where attention or output differ
+        own = f"left out: {self.model} is sparse already and keeps its own alphas"
+        self.require("release", self.release is None, own)
+        scaled = bool(length_scalings(model))
+        self.require("softened", self.softened == scaled, f"{str(scaled).lower()}, as in {self.model}")
+        self.require("alpha_max", self.alpha_max == 2, own)
+        self.require("schedule", not self.annealed, f"abrupt: {self.model} is sparse already")
 
     def alpha_schedule(self) -> AlphaScheduleCallback | None:
         """Return what moves alpha, if anything does; only an alpha can be annealed."""
         if not self.annealed:
             return None
-        target = self.release if self.learned else self.attention
+        target = self.released if self.learned else self.attention
         try:
             end = float(target)  # type: ignore[arg-type]
         except ValueError:
@@ -145,7 +162,7 @@ class ConversionSettings(TextSettings):
         config = self.entmax()
         if config is not None and self.learned:
             temperature = {"length_scaling": "constant", "length_scaling_init": "softmax"} if self.softened else {}
-            return config.replace(alpha_init=self.release, alpha_range=(1.0, self.alpha_max), **temperature)
+            return config.replace(alpha_init=self.released, alpha_range=(1.0, self.alpha_max), **temperature)
         if config is not None and self.annealed:
             return config.replace(alpha=self.start)
         return config

@@ -20,7 +20,7 @@ from common.conversion_tasks import base_model, model_name
 from common.from_scratch import build_seq2seq, train_bpe
 from common.seq2seq import bleu_and_chrf
 from common.settings import parse
-from hf_entmax import alphas, is_patched, length_scalings
+from hf_entmax import alphas, is_patched, length_scalings, patch_model, set_alphas
 from hf_entmax.analysis.reading.tables import read_pairs, read_text
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -244,10 +244,42 @@ def test_wrong_values_name_the_setting(place, tmp_path):
     with pytest.raises(ValueError, match=r"train='' .*given for an encoder-decoder"):
         convert.main(convert.Settings(out=str(tmp_path / "run"), model=str(place / "mt" / "model")))
     convert.main(settings(place, tmp_path / "sparse", attention="1.5", smoke=True))
-    again = dataclasses.replace(settings(place, tmp_path / "run"), model=str(tmp_path / "sparse" / "model"))
-    with pytest.raises(ValueError, match="is sparse already"):
-        convert.main(again)
+    for changes, message in [
+        ({}, "is sparse already"),
+        ({"attention": "1.5"}, "schedule='anneal' .*abrupt: .*is sparse already"),
+        ({"attention": "learned", "schedule": "abrupt"}, r"is sparse already \(--attention 1.5"),
+    ]:
+        again = settings(place, tmp_path / "run", **changes)
+        with pytest.raises(ValueError, match=message):
+            convert.main(dataclasses.replace(again, model=str(tmp_path / "sparse" / "model")))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_sparse_model_goes_on_from_its_own_alphas(place, tmp_path):
+    """Its teacher has the same weights and softmax."""
+    model = AutoModelForCausalLM.from_pretrained(place / "lm" / "model")
+    patch_model(model, alpha_init=3.0, alpha_range=(1, 4), length_scaling="constant", length_scaling_init="softmax")
+    own = torch.tensor([[1.5, 3.0], [2.0, 3.5]])
+    set_alphas(model, {"decoder_self": own})
+    model.save_pretrained(tmp_path / "apart")
+    AutoTokenizer.from_pretrained(place / "lm" / "model").save_pretrained(tmp_path / "apart")
+    options = {"attention": "learned", "schedule": "abrupt", "softened": True, "distill_logits": 1.0, "alpha_lr": 0.0}
+    dense = settings(place, tmp_path / "dense", **options)
+    apart = dataclasses.replace(settings(place, tmp_path / "run", **options), model=str(tmp_path / "apart"))
+    convert.main(dense)
+    convert.main(apart)
+    kept = alphas(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model"))["decoder_self"]
+    assert torch.allclose(kept, own, atol=1e-5)
+    assert result(tmp_path / "run")["perplexity_before"] == result(tmp_path / "dense")["perplexity_before"]
+    for changes, message in [
+        ({"release": 1.7}, "release=1.7 .*left out: .*keeps its own alphas"),
+        ({"alpha_max": 3.0}, "alpha_max=3.0 .*left out: .*keeps its own alphas"),
+        ({"softened": False}, "softened=False .*true, as in"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert.main(dataclasses.replace(apart, out=str(tmp_path / "refused"), **changes))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_the_model_must_be_causal_and_long_enough(place, tmp_path):
