@@ -17,6 +17,7 @@ from hf_entmax.ops.triton_gpu.row_math import (
     histogram_bracket,
     largest_threshold,
     make_mapping,
+    threshold_resolution,
     threshold_step,
 )
 from hf_entmax.ops.triton_gpu.tiles import (
@@ -242,8 +243,7 @@ def _entmax_attention_fwd_kernel(
     slope_acc = tl.zeros([ROWS, OPTIONS.BLOCK_V], tl.float32)
     # Close to alpha = 2 a step does not foresee which scores it gives weight.
     tolerance = OPTIONS.TOLERANCE * tl.where(mapping.u > 0.6, 0.2, 1.0)
-    # A sum over so many tiles is rounded that often. Above alpha = 2 float32 thresholds may be too coarse for any limit.
-    limit = tl.where(mapping.u > 1.0, 1e30, OPTIONS.LIMIT + n_k * 2.0**-24)
+    resolution = tl.zeros([ROWS], tl.float32)
     attempt = 0
     unfinished = 1
     while attempt < 2:
@@ -270,6 +270,7 @@ def _entmax_attention_fwd_kernel(
             c, low, high, row_unfinished = threshold_step(
                 c, low, high, mass, mass_slope, curvature, n_passes, mapping.u, tolerance
             )
+            resolution = threshold_resolution(c, mass_slope)
             unfinished = tl.max(row_unfinished.to(tl.int32), 0)
             n_passes += 1
         tl.debug_barrier()
@@ -285,6 +286,8 @@ def _entmax_attention_fwd_kernel(
                 queries, key, value, row_max, c, rows, first_row, block_list, n_listed, plane, terms, mapping,
                 inputs.seed, weights, stats, flags, problem, True, OPTIONS,
             )  # fmt: skip
+        # A sum over so many tiles is rounded that often. Above alpha = 2 float32 thresholds may be too coarse for any limit.
+        limit = tl.where(mapping.u > 1.0, 1e30, OPTIONS.LIMIT + n_k * 2.0**-24 + resolution)
         off = (tl.abs(total - 1.0) > limit) & (total > 0.0)
         unfinished = tl.max(off.to(tl.int32), 0)
         wrong = tl.max(tl.max((acc - acc != 0.0).to(tl.int32), 1), 0)

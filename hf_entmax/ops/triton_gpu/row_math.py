@@ -233,6 +233,12 @@ def histogram_bracket(counts, width, least, largest, mapping, ALPHA: tl.constexp
 
 
 @triton.jit
+def threshold_resolution(c, slope):
+    """What one rounding of ``c``, and of a score less ``c``, may do to a sum of weights whose ``D = sum s`` is ``slope``."""
+    return slope * (1.0 + c) * 2.0**-23
+
+
+@triton.jit
 def threshold_step(c, low, high, total, slope, curvature, n_passes, u, tolerance):
     r"""One bracketed Halley step for ``sum p = 1`` on ``F(c) = (sum p)**u - 1``, row by row.
 
@@ -243,8 +249,9 @@ def threshold_step(c, low, high, total, slope, curvature, n_passes, u, tolerance
     every other step for ``u > 1`` where ``F`` is not convex, are bisections.
 
     ``c`` and its bracket ``low``, ``high``; ``total``, ``slope``, ``curvature``: ``S = sum p``, ``D = sum s`` and
-    ``E = sum s / w`` at ``c``; ``n_passes`` made so far; ``tolerance``: of ``S`` before this step (1e-6 at most for
-    ``u > 1``). Gives the next ``c, low, high``, and whether each row should have another pass (never for NaN or empty rows).
+    ``E = sum s / w`` at ``c``; ``n_passes`` made so far; ``tolerance``: of ``S`` before this step, beside what rounding does to it
+    (1e-6 at most for ``u > 1``). Gives the next ``c, low, high``, and whether each row should have another pass (never for NaN or
+    empty rows).
     """
     log_total = tl.log(tl.maximum(total, 1e-30))
     relative = log_total * expm1_ratio(tl.minimum(-u * log_total, 80.0))
@@ -256,7 +263,8 @@ def threshold_step(c, low, high, total, slope, curvature, n_passes, u, tolerance
     high = tl.where(total < 1.0, tl.minimum(high, c), high)
     proposal = c + step
     wide = high - low > 1e-7 * (1.0 + high)
-    unfinished = (tl.abs(total - 1.0) > tl.where(u > 1.0, 1e-6, tolerance)) & wide
+    allowed = tl.where(u > 1.0, 1e-6, tolerance + threshold_resolution(c, slope))
+    unfinished = (tl.abs(total - 1.0) > allowed) & wide
     outside = (proposal < low) | (proposal > high) | (slope <= 0.0) | (tl.where(u > 1.0, n_passes % 2, 0) == 1)
     inside = tl.minimum(tl.maximum(proposal, low), high)
     following = tl.where(outside & unfinished, 0.5 * (low + high), inside)
