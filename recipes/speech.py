@@ -1,18 +1,17 @@
 """Speech recognition with a pretrained encoder-decoder (Whisper, Moonshine, ...): fine-tune it, or make its attention sparse.
 
     python recipes/pretrained_folders.py whisper-tiny.en models/whisper-tiny.en                    # or openai/whisper-tiny.en
-    python recipes/speech.py --model models/whisper-tiny.en --attention 1.5 --sites cross --freeze_encoder true --distill 1 \
-        --train data/train/manifest.jsonl --dev data/dev/manifest.jsonl --test data/test/manifest.jsonl data/real/manifest.jsonl \
-        --lr 1e-4 --warmup 20 --batch_size 8 --epochs 8 --out runs/whisper-sparse
+    python recipes/speech.py --model models/whisper-tiny.en --attention 1.6 --softened true --sites cross --freeze_encoder true \
+        --distill 1 --train data/train/manifest.jsonl --dev data/dev/manifest.jsonl --test data/test/manifest.jsonl \
+        data/real/manifest.jsonl --lr 1e-5 --warmup 5 --batch_size 8 --epochs 2 --out runs/whisper-sparse
     python recipes/speech.py ... --attention softmax --out runs/whisper-softmax                    # the control: train on
     python recipes/speech.py ... --train hub:OWNER/NAME@train --audio audio --text sentence --out runs/common-voice
-    accelerate launch recipes/speech.py ...                                                        # as `accelerate config` says
 
 Data: tables or JSON lines that name sound files (wav, flac, ogg, mp3; any rate) and what is said in them, or data sets of the Hub
 with a column of audio. Attention is softmax, a fixed alpha or learned, in all sites or in those of ``--sites``. The word and
 character error rates are jiwer's, %, on greedy ``generate()``, after Whisper's own normaliser of texts. ``--distill`` adds the
-distance to the original's output. With ``--freeze_encoder`` the decoder alone learns, and where the encoder's output has one length, as
-Whisper's has, each clip is heard once: training is then several times as fast.
+distance to the original's output, ``--density_target`` pressure on the weights. With ``--freeze_encoder`` the decoder alone learns,
+and where the encoder's output has one length, as Whisper's has, each clip is heard once: training is then several times as fast.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from common.seq2seq import decode, names_of_sets
 from common.settings import RunSettings, make_sparse, option, parse
 from common.trainer import RecipeTrainer, training_arguments
 from hf_entmax import EntmaxConfig
-from hf_entmax.training import ConversionCallback
+from hf_entmax.training import ConversionCallback, DensityTarget
 
 FIELDS = columns(
     "model attention sites output_alpha seed data wer cer dev_wer tests",
@@ -56,12 +55,16 @@ class Settings(RunSettings):
     softened: bool = option(False, "a temperature for each head, at which entmax starts about as sharp as the softmax")
     freeze_encoder: bool = option(False, "train the decoder alone")
     distill: float = option(0.0, "weight of the distance to the original's output")
+    density_target: float | None = option(None, "push until so few weights of a sparse module are left, mean over them")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("model", "train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given")
         self.require_at_least(distill=0)
+        if self.density_target is not None:
+            self.require("density_target", 0 < self.density_target <= 1, "above 0 and at most 1")
+            self.require("attention", self.attention != "softmax", "sparse for a density_target")
 
     def entmax(self) -> EntmaxConfig | None:
         """As all recipes, in the sites that were chosen."""
@@ -103,9 +106,10 @@ def main(settings: Settings) -> None:
         rates = error_rates(decode(answers.predictions, processor.tokenizer), dev, settings.language)
         return {"score": -rates["wer"], **rates}
 
-    # With a distance to the original the loss is the callback's affair, without one the recipes' own.
-    callback = {"callbacks": [ConversionCallback(distill_logits=settings.distill)], "compute_loss_func": None}
-    distilled: dict[str, Any] = callback if settings.distill else {}
+    # With a distance or a pressure the loss is the callback's affair, without them the recipes' own.
+    constraint = settings.density_target and DensityTarget(settings.density_target)
+    conversion = ConversionCallback(constraint, distill_logits=settings.distill)
+    converted = {"callbacks": [conversion], "compute_loss_func": None} if settings.distill or constraint else {}
     more = {"predict_with_generate": True, "remove_unused_columns": False, "per_device_eval_batch_size": 8}
     trainer = RecipeTrainer(
         settings,
@@ -116,11 +120,10 @@ def main(settings: Settings) -> None:
         data_collator=collator,
         processing_class=processor,
         compute_metrics=measure,
-        **distilled,
+        **converted,
     )
     best = trainer.fit()
-    trainer.compute_metrics = None
-    rates = {}
+    trainer.compute_metrics, rates = None, {}
     for name, clips in zip(wheres, tests, strict=True):
         heard = decode(trainer.predict(labelled(clips, processor, model)).predictions, processor.tokenizer)
         write_lines(folder / f"hypotheses.{name}.txt", heard)

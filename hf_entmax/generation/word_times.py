@@ -121,7 +121,7 @@ def word_times(
     else:
         ids = model.generate(**inputs, **generate, return_dict_in_generate=True)["sequences"][0].tolist()  # type: ignore[operator]
     ids = ids if ids[:1] == [start] else [start, *ids]
-    places, parts = _parts(ids, tokenizer)
+    places, parts = word_parts(ids, tokenizer)
     if not parts:
         return []
     weights: dict[int, Tensor] = {}
@@ -194,7 +194,7 @@ def _samples(audio: Any, rate: int, extractor: Any) -> Tensor:
     return samples
 
 
-def _parts(ids: Sequence[int], tokenizer: Any) -> tuple[list[int], list[tuple[str, int, bool]]]:
+def word_parts(ids: Sequence[int], tokenizer: Any) -> tuple[list[int], list[tuple[str, int, bool]]]:
     """Places of the tokens that are text, and what these are in turn: a word, or the punctuation after one.
 
     Each part has its text, its number of tokens, and whether it is spoken: a pause belongs to the punctuation, not to the word.

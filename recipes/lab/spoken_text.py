@@ -5,11 +5,12 @@
     python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/test_2016_flickr.en.gz data/test --clips 40 --seed 2 --voices festival
     python -m recipes.lab.spoken_text textgrids recordings data/real --texts recipes/data/recordings.tsv
 
-``speak`` has each clip spoken by one voice: a few lines of the text, at a speed of its own, half of the clips with white noise. Festival
-says when each word begins and ends. ``textgrids`` reads wav or flac files beside TextGrids with a tier ``words``, or beside a ``.lab``
-with the words alone, or with lines in ``--texts`` (columns ``file``, ``start``, ``end``, ``text``: seconds to cut out, what is said in
-them; ``recordings.tsv`` has those of the guide to speech). Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file
-beside it), ``text``, ``voice`` and, where they are known, ``words``: lists of a word, its start and its end in seconds.
+``speak`` has each clip spoken by one voice: a few lines of the text, at a speed of its own, half of the clips with white noise; with
+``--fillers`` also "um" and "uh", which are not in the text. Festival says when each word begins and ends. ``textgrids`` reads wav or
+flac files beside TextGrids with a tier ``words``, or beside a ``.lab`` with the words alone, or with lines in ``--texts`` (columns
+``file``, ``start``, ``end``, ``text``: seconds to cut out, what is said in them; ``recordings.tsv`` has those of the guide to
+speech). Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file beside it), ``text``, ``voice`` and, where they
+are known, ``words``: lists of a word, its start and its end in seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import random
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,12 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from common.audio import RATE, read_audio
 from hf_entmax.analysis.reading.tables import find, read_lines, read_rows
+
+from .rows import RECIPES
+
+sys.path.insert(0, str(RECIPES))  # recipes are scripts, and find what they share beside them
+from common.audio import RATE, read_audio
 
 FESTIVAL = """(voice_cmu_us_slt_arctic_hts)
 (set! spoken (utt.synth (Utterance Text {text})))
@@ -37,6 +43,7 @@ FESTIVAL = """(voice_cmu_us_slt_arctic_hts)
   (utt.relation.items spoken 'Word))
 """
 VOICES = ("festival", "flite:rms", "flite:slt", "flite:awb", "flite:kal16", "espeak-ng:en-us", "espeak-ng:en-gb")
+FILLERS = ("um", "uh")  # Whisper does not write them
 LONGEST = 28.0  # seconds: Whisper hears 30
 
 
@@ -77,6 +84,14 @@ def read_textgrid(path: Path) -> list[tuple[str, float, float]]:
     return [(word.strip(), float(start), float(end)) for start, end, word in found if word.strip()]
 
 
+def with_fillers(text: str, rng: random.Random, share: float) -> str:
+    """Put a filler and a pause before so many of the words."""
+    return " ".join(
+        f"{rng.choice(FILLERS)}, {word}" if place and rng.random() < share else word
+        for place, word in enumerate(text.split())
+    )
+
+
 def changed(samples: np.ndarray, rng: random.Random) -> tuple[np.ndarray, float]:
     """Play faster or slower by at most a tenth, and add white noise to half of the clips; returns the factor of the times."""
     size = round(len(samples) * rng.uniform(0.9, 1.1))
@@ -95,9 +110,10 @@ def spoken_clips(settings: argparse.Namespace) -> Any:
     for number in range(settings.clips):
         voice = settings.voices[number % len(settings.voices)]
         text = " ".join(lines.pop() for _ in range(rng.randint(1, settings.lines)))
+        said = with_fillers(text, rng, settings.fillers) if settings.fillers else text
         with tempfile.TemporaryDirectory() as scratch:
             wave = Path(scratch) / "spoken.wav"
-            words = speak(text, voice, wave)
+            words = [word for word in speak(said, voice, wave) if word[0] not in FILLERS]
             original = read_audio(wave)
         samples, size = changed(original, rng)
         factor = size / len(original)
@@ -132,6 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     spoken.add_argument("--clips", type=int, default=200)
     spoken.add_argument("--lines", type=int, default=6, help="a clip has one to so many")
     spoken.add_argument("--voices", nargs="+", default=VOICES, choices=VOICES, help="in turns")
+    spoken.add_argument("--fillers", type=float, default=0.0, help="share of the words that um or uh is said before")
     spoken.add_argument("--seed", type=int, default=0)
     grids = commands.add_parser("textgrids", help="recordings with TextGrids or transcripts beside them")
     grids.add_argument("folder", type=Path)

@@ -78,6 +78,31 @@ def test_a_sparse_run_with_a_frozen_encoder_can_be_taken_up_again(data):
     assert heard.read_text() == first
 
 
+def test_a_target_for_the_density_is_for_sparse_attention(data):
+    with pytest.raises(SystemExit):
+        parse(speech.Settings, "", command(data, density_target="0.5"))
+    with pytest.raises(SystemExit):
+        parse(speech.Settings, "", command(data, attention="1.5", density_target="0"))
+
+
+@pytest.mark.slow
+def test_pressure_on_the_density_moves_learned_alphas_up(data):
+    options = {
+        "attention": "learned",
+        "alpha_init": "1.2",
+        "smoke": "false",
+        "epochs": 8,
+        "lr": "1e-9",
+        "alpha_lr": "0.1",
+    }
+    density = {}
+    for target in ("1", "0.01"):
+        out = {"out": str(data / f"run{target}"), "density_target": target}
+        speech.main(parse(speech.Settings, "", command(data, **options, **out)))
+        density[target] = json.loads((data / f"run{target}" / "result.json").read_text())["density_encoder_self"]
+    assert density["0.01"] < density["1"]
+
+
 @pytest.mark.slow
 def test_a_data_set_with_audio_and_a_softmax(data):
     sounds = [{"bytes": (data / f"{n}.flac").read_bytes(), "path": None} for n in range(3)]

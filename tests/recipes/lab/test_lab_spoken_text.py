@@ -77,11 +77,24 @@ def test_festival_says_when_each_word_was_said(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The man's dog isn't here.\n" * 4)
     spoken_text.main(
-        ["speak", str(text), str(tmp_path / "out"), "--clips", "2", "--lines", "1", "--voices", "festival"]
+        [
+            "speak",
+            str(text),
+            str(tmp_path / "out"),
+            "--clips",
+            "2",
+            "--lines",
+            "1",
+            "--voices",
+            "festival",
+            "--fillers",
+            "0.5",
+        ]
     )
     for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines():
         row = json.loads(line)
         seconds = soundfile.info(tmp_path / "out" / row["audio"]).duration
+        assert row["text"] == "The man's dog isn't here."  # what fills the pauses is said, and not written
         assert [word for word, *_ in row["words"]] == ["The", "man's", "dog", "isn't", "here"]
         times = [time for _, *pair in row["words"] for time in pair]
         assert times == sorted(times) and times[0] > 0 and times[-1] < seconds
