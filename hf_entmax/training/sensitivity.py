@@ -24,8 +24,9 @@ SHARES = (LOWEST, 0.01, 0.02, 0.035, 0.05, 0.065, 0.08, 0.1, 0.12, 0.15, 0.19, 0
 #: Where a head has a temperature, its scores are multiplied by ``1 / (1 + r (alpha - 1))``: at the same scores entmax is sharper
 #: than softmax, the more so the higher alpha. One ``r`` of these is chosen for each head; 3 suits most.
 SOFTENINGS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
-#: Queries of a sequence whose rows are tried at every alpha: more would take longer and only smooth the estimate.
-ROWS = 64
+#: Queries of a sequence whose rows are tried at every alpha, and weights in them where rows are long, but of no fewer queries than
+#: the last: more would take longer and only smooth the estimate.
+ROWS, WEIGHTS, FEWEST = 64, 64 * 256, 16
 
 Loss = Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 
@@ -102,7 +103,7 @@ def measure_sensitivity(
         pairs = attention_pairs(model, batch, seen)
         for name, gradient in zip(names, gradients, strict=True):
             weights, places = seen.weights.pop(name).detach(), places_of[seen.sites[name].name]
-            step = max(1, weights.shape[2] // ROWS)
+            step = _stride(*weights.shape[2:])
             allowed = pairs[name][:, None, ::step]
             slope = gradient if gradient is None else gradient[:, :, ::step]
             tried = _try_rows(weights[:, :, ::step], slope, allowed, grid, softenings)
@@ -134,6 +135,11 @@ def in_the_graph(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for own, backend in zip(heads, backends, strict=True):
             own.backend = backend
+
+
+def _stride(queries: int, keys: int) -> int:
+    """Every so many queries one is tried."""
+    return max(1, queries // ROWS, min(queries // FEWEST, queries * keys // WEIGHTS))
 
 
 @torch.no_grad()

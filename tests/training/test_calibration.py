@@ -14,7 +14,7 @@ from hf_entmax import alphas, calibrate_alphas, patch_model, softmax_attention, 
 from hf_entmax.integration.discovery import attention_sites
 from hf_entmax.training.alpha_vector import AlphaVector
 from hf_entmax.training.search import Task
-from hf_entmax.training.sensitivity import SHARES, measure_sensitivity
+from hf_entmax.training.sensitivity import FEWEST, ROWS, SHARES, WEIGHTS, _stride, measure_sensitivity
 
 FAMILIES = {"llama": "decoder_self", "t5": "encoder_self", "bert": "encoder_self"}
 
@@ -194,6 +194,13 @@ def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
     expected = ((weights > 0) & pairs[:, None]).sum((0, 2, 3)) / pairs.sum()
     assert torch.allclose(table.density[:4, place].float(), expected, atol=1e-6)
     assert (table.density[:, 0] == 1).all() and (table.density.diff(dim=1) <= 1e-9).all()
+
+
+@pytest.mark.parametrize("queries, keys", [(5, 7), (64, 64), (256, 256), (1024, 1024), (8192, 8192), (448, 1500)])
+def test_what_is_tried_of_long_rows_is_bounded(queries, keys):
+    tried = len(range(0, queries, _stride(queries, keys)))
+    assert min(queries, FEWEST) <= tried <= 2 * ROWS
+    assert tried * keys <= 2 * WEIGHTS or tried <= 2 * FEWEST
 
 
 @pytest.mark.parametrize("options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}])
