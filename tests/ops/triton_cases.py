@@ -174,7 +174,7 @@ def test_the_mean_that_is_kept_may_be_rounded():
     given = blocks.Arguments(query, key, value, alpha, None, None, None, None, 0.0, False, 0, 0.0, 0.25, 0.0)
     _, _, stats, mean, flags = launch.attention_forward(given, True, True, True)
     u, wide = (alpha - 1).double().view(-1, 1, 1), [t.double() for t in (query, key, value)]
-    w = 1 + u * (wide[0] @ wide[1].mT / 4 - stats[..., 0:1].double() - stats[..., 1:2].double())
+    w = 1 + u * ((wide[0] @ wide[1].mT - stats[..., 0:1].double()) / 4 - stats[..., 1:2].double())
     slopes = w.clamp(min=0) ** (1 / u - 1)
     slopes /= slopes.sum(-1, keepdim=True)
     exact = slopes @ wide[2]

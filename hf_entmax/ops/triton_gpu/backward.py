@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.row_math import alpha_gradient, alpha_terms, expq, log_slope, make_mapping
+from hf_entmax.ops.triton_gpu.row_math import alpha_gradient, alpha_terms, log_slope, make_mapping, tile_weights
 from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
     dot,
@@ -21,6 +21,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
     load_rows,
     masked_scores,
     score_tile,
+    score_unit,
     select,
     store_rows,
     whole_numbers,
@@ -84,6 +85,7 @@ def _query_pass(
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    unit = score_unit(problem, OPTIONS)
     no_dots = tl.zeros([ROWS, COLS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     sum_a = tl.zeros([ROWS], tl.float32)
@@ -94,7 +96,7 @@ def _query_pass(
         first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
         keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        p, s, _, log_p = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
+        p, s, _, log_p = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
         dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
         g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
         # Of a key without weight nothing is known: its dot products and slope may be NaN.
@@ -162,6 +164,7 @@ def _entmax_attention_bwd_query_kernel(
     row_max, c = _load_stats(stats, plane.to(tl.int64), rows, T_q)
     slope = tl.load(stats + row_index * 5 + 2, mask=rows < T_q, other=0.0)
     row_delta = tl.sum(means.to(tl.float32) * grad_out.to(tl.float32), 1)
+    unit = score_unit(problem, OPTIONS)
     no_dots = tl.zeros([ROWS, COLS], tl.float32)
     block_list = lists + (plane.to(tl.int64) * n_q + block) * problem.n_k
     n_listed = tl.load(counts + plane.to(tl.int64) * n_q + block)
@@ -172,7 +175,7 @@ def _entmax_attention_bwd_query_kernel(
         for position in range(0, n_listed):
             first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
-            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
+            _, s, _, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
             g = _weight_gradient(
                 no_dots, grad_weights, rows[:, None], cols[None, :], inputs.seed, plane, problem, OPTIONS
             )
@@ -226,6 +229,7 @@ def _entmax_attention_bwd_key_kernel(
     values = load_rows(select(inputs.value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
     key_acc = tl.zeros([COLS, BLOCK_D], tl.float32)
     value_acc = tl.zeros([COLS, BLOCK_V], tl.float32)
+    unit = score_unit(problem, OPTIONS)
     no_dots = tl.zeros([COLS, ROWS], tl.float32)
 
     for member in range(0, problem.group):
@@ -252,7 +256,7 @@ def _entmax_attention_bwd_key_kernel(
             z, score_slope = masked_scores(
                 dots, rows[None, :], cols[:, None], first_row, first_col, head_terms, problem, OPTIONS
             )
-            p, s, _, _ = expq(z - row_max[None, :] - c[None, :], mapping, OPTIONS.ALPHA)
+            p, s, _, _ = tile_weights(z - row_max[None, :], unit, c[None, :], mapping, OPTIONS.ALPHA)
             dots = dot(values, tl.trans(grad_out), no_dots, OPTIONS.PRECISION)
             small_plane = plane.to(tl.int32)
             g = _weight_gradient(
@@ -291,6 +295,7 @@ def _entmax_attention_bwd_bias_kernel(
     first_row, first_col = block_q * OPTIONS.ROWS, block_k * OPTIONS.COLS
     rows = first_row + tl.arange(0, OPTIONS.ROWS)
     cols = first_col + tl.arange(0, OPTIONS.COLS)
+    unit = score_unit(problem, OPTIONS)
     no_dots = tl.zeros([ROWS, COLS], tl.float32)
     acc = tl.zeros([ROWS, COLS], tl.float32)
 
@@ -317,7 +322,7 @@ def _entmax_attention_bwd_bias_kernel(
             row_delta = tl.load(delta + plane * T_q + rows, mask=rows < T_q, other=0.0)
             head_key = select(inputs.key, batch, kv_head)
             _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, head_terms, problem, OPTIONS)
-            _, s, _, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
+            _, s, _, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
             dots = dot(grad_out, tl.trans(values), no_dots, OPTIONS.PRECISION)
             head_grad_weights = select(grads.weights, batch, head) if grads.weights is not None else None
             small_plane = plane.to(tl.int32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from hf_entmax.ops.exact.bounds import score_rounding
@@ -29,6 +30,7 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
     page, depth, lead = sketch.page_size, sketch.low.shape[-1], (batch, heads, queries)
     all_pages = -(-keys // page)
     call = _Launch(inputs, grad_alpha=False)
+    options = call.options._replace(RAW=tl.constexpr(False))
 
     def empty(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*lead, width), dtype=dtype, device=query.device)
@@ -43,10 +45,10 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
             call.inputs, call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
             upper, width, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
             call.problem, BITS=sketch.bits, PAGE=page, DEPTH=depth, CHANNELS=min(32, depth & -depth), COLS=padded(page),
-            OPTIONS=call.options, num_warps=4, **FUSED,
+            OPTIONS=options, num_warps=4, **FUSED,
         )  # fmt: skip
         exact_kernels._exact_rows_kernel[(batch * heads * queries,)](
             call.inputs, call.terms, sink, upper, width, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
-            call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=call.options, num_warps=_WARPS, **FUSED,
+            call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=options, num_warps=_WARPS, **FUSED,
         )  # fmt: skip
     return out, counts

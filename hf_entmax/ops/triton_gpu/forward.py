@@ -12,13 +12,13 @@ from hf_entmax.ops.triton_gpu.row_math import (
     MASKED_BELOW,
     bin_bits,
     bin_width,
-    expq,
     first_threshold,
     histogram_bracket,
     largest_threshold,
     make_mapping,
     threshold_resolution,
     threshold_step,
+    tile_weights,
 )
 from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
@@ -28,6 +28,7 @@ from hf_entmax.ops.triton_gpu.tiles import (
     key_block_range,
     load_rows,
     score_tile,
+    score_unit,
     select,
     store_rows,
     whole_numbers,
@@ -65,7 +66,9 @@ def _histogram_pass(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     width = bin_width(least, mapping)
-    reach = tl.maximum(row_max + least - mapping.inv_u, MASKED_BELOW)
+    inv_unit = 1.0 / score_unit(problem, OPTIONS)
+    units = width * inv_unit
+    reach = tl.maximum(row_max + (least - mapping.inv_u) * inv_unit, MASKED_BELOW)
     n0, n1, n2 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     n3, n4, n5 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     n6 = tl.zeros([ROWS], tl.float32)
@@ -75,7 +78,7 @@ def _histogram_pass(
         for position in range(first, tl.minimum(first + 15, n_listed)):
             index = tl.load(block_list + position).to(tl.int32)
             _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-            packed += bin_bits(z - row_max[:, None], width[:, None])
+            packed += bin_bits(z - row_max[:, None], units[:, None])
             # In place: the write never overtakes the read, and this reduction is a barrier between the two.
             listed = tl.max((tl.max(z, 1) > reach).to(tl.int32), 0)
             tl.store(block_list + kept, index, mask=listed != 0)
@@ -102,6 +105,7 @@ def _output_pass(
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     BLOCK_V: tl.constexpr = OPTIONS.BLOCK_V
+    unit = score_unit(problem, OPTIONS)
     total = tl.zeros([ROWS], tl.float32)
     slope = tl.zeros([ROWS], tl.float32)
     entropy = tl.zeros([ROWS], tl.float32)
@@ -115,15 +119,15 @@ def _output_pass(
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
         if CAREFUL:
             values, wrong = without_nonfinite(values)
-        y = z - row_max[:, None] - c[:, None]
-        p, s, _, log_p = expq(y, mapping, OPTIONS.ALPHA)
+        below = z - row_max[:, None]
+        p, s, _, log_p = tile_weights(below, unit, c[:, None], mapping, OPTIONS.ALPHA)
         total += tl.sum(p, 1)
         if stats is not None:
             block_slope = tl.sum(s, 1)
             slope += block_slope
             if OPTIONS.GRAD_ALPHA:
                 entropy -= tl.sum(p * log_p, 1)
-                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
+                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * (below * unit - c[:, None])), 1)
             # Words of a block of queries are this program's alone.
             supported = tl.max((block_slope != 0.0).to(tl.int32), 0) != 0
             tl.atomic_or(flags + index // 32, 1 << (index % 32), mask=supported, sem="relaxed")
@@ -161,8 +165,8 @@ def _entmax_attention_fwd_kernel(
 
     Shapes: query ``[B, H, T_q, D]``, key ``[B, H_kv, T_k, D]``, value ``[B, H_kv, T_k, D_V]``, out as query with
     ``D_V``, alpha ``[H]``, weights ``[B, H, T_q, T_k]`` or None, lists ``[B, H, n_q, n_k]``. For the backward pass, else None:
-    flags ``[B, H, n_q, n_k / 32]`` (a bit for each tile), stats ``[B, H, T_q, 5]`` (maximum, centred threshold, sum s, entropy,
-    -sum s y) and slope_mean ``[B, H, T_q, D_V]`` (sum s v / sum s).
+    flags ``[B, H, n_q, n_k / 32]`` (a bit for each tile), stats ``[B, H, T_q, 5]`` (maximum in units of `score_unit`, centred
+    threshold, sum s, entropy, -sum s y) and slope_mean ``[B, H, T_q, D_V]`` (sum s v / sum s).
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     COLS: tl.constexpr = OPTIONS.COLS
@@ -190,6 +194,9 @@ def _entmax_attention_fwd_kernel(
     block_list = lists + block_of_queries * n_k
     flags = flags + block_of_queries * tl.cdiv(n_k, 32) if flags is not None else None
 
+    unit = score_unit(problem, OPTIONS)
+    inv_unit = 1.0 / unit
+
     # Pass 1: maxima. A block is listed if it reaches what is, with the maximum so far, the lowest threshold.
     row_max = tl.full([ROWS], MASKED, tl.float32)
     row_nan = tl.zeros([ROWS], tl.int32)
@@ -214,7 +221,7 @@ def _entmax_attention_fwd_kernel(
             top_sum += tl.where(reached, top - row_max, 0.0) - top_count * rise
             score_count += tl.where(whole, COLS * 1.0, 0.0)
             top_count += tl.where(reached, 1.0, 0.0)
-        reach = tl.maximum(row_max - mapping.inv_u, MASKED_BELOW)
+        reach = tl.maximum(row_max - mapping.inv_u * inv_unit, MASKED_BELOW)
         listed = tl.max(tl.maximum((top > reach).to(tl.int32), is_nan), 0)
         tl.store(block_list + n_listed, index, mask=listed != 0)
         n_listed += listed
@@ -222,8 +229,8 @@ def _entmax_attention_fwd_kernel(
     row_max = tl.where(row_nan != 0, float("nan"), row_max)
 
     # Passes 2...: the threshold. One thread writes the list, all read it: hence the barriers between passes.
-    c = first_threshold(score_sum, score_count, mapping.u)
-    c = tl.maximum(c, first_threshold(top_sum, top_count, mapping.u))
+    c = first_threshold(score_sum * unit, score_count, mapping.u)
+    c = tl.maximum(c, first_threshold(top_sum * unit, top_count, mapping.u))
     high = largest_threshold(tl.zeros([ROWS], tl.float32) + problem.T_k, mapping.u)
     # Less what the rounding of sums may make of it, a bound up to alpha = 2.
     low = tl.maximum(c - mapping.inv_u * 2.0**-12, 0.0)
@@ -253,12 +260,12 @@ def _entmax_attention_fwd_kernel(
             mass = tl.zeros([ROWS], tl.float32)
             mass_slope = tl.zeros([ROWS], tl.float32)
             curvature = tl.zeros([ROWS], tl.float32)
-            reach = tl.maximum(row_max + low - mapping.inv_u, MASKED_BELOW)
+            reach = tl.maximum(row_max + (low - mapping.inv_u) * inv_unit, MASKED_BELOW)
             kept = 0
             for position in range(0, n_listed):
                 index = tl.load(block_list + position).to(tl.int32)
                 _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-                p, s, e, _ = expq(z - row_max[:, None] - c[:, None], mapping, OPTIONS.ALPHA)
+                p, s, e, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
                 mass += tl.sum(p, 1)
                 mass_slope += tl.sum(s, 1)
                 curvature += tl.sum(e, 1)

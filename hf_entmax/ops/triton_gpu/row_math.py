@@ -115,13 +115,33 @@ def expq(y, mapping, ALPHA: tl.constexpr):
 
     ``ALPHA``: 1.0, 1.5 or 2.0 when alpha is that number by construction, else 0.0. It is an argument of its own, not a
     part of ``mapping``, because a constant that a device function returns in a tuple is a constant no longer.
+    """
+    x = mapping.u * y
+    return _powers(y, x, 1.0 + x, mapping, ALPHA)
+
+
+@triton.jit
+def tile_weights(below, unit, c, mapping, ALPHA: tl.constexpr):
+    """What `expq` gives for ``y = unit * below - c``: scores less their maximum in multiples of ``unit``, thresholds of rows.
+
+    Where ``w`` is all that is wanted it takes one multiply-add. Its constant ``1 - u c`` is rounded by less than ``c`` is.
+    """
+    y = below * unit - c
+    x = mapping.u * y
+    w = 1.0 + x
+    if (ALPHA == 1.5) | (ALPHA == 2.0):
+        w = below * (mapping.u * unit) + (1.0 - mapping.u * c)
+    return _powers(y, x, w, mapping, ALPHA)
+
+
+@triton.jit
+def _powers(y, x, w, mapping, ALPHA: tl.constexpr):
+    """What `expq` gives, from ``y``, ``x = u y`` and ``w = 1 + x``.
 
     ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where a small u magnifies the rounding of ``1 + x``, it is
     ``y`` times a polynomial in ``x`` (Chebyshev, relative error 1.4e-8), which at u = 0 is ``y log2(e)``; elsewhere the
     error of the logarithm costs ``p`` at most 8e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
     """
-    x = mapping.u * y
-    w = 1.0 + x
     off = w <= 0.0
     safe = tl.maximum(w, 1e-30, propagate_nan=tl.PropagateNan.ALL)
     if ALPHA == 1.0:

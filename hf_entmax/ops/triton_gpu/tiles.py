@@ -52,6 +52,7 @@ class Problem(NamedTuple):
 class Options(NamedTuple):
     """What a kernel is compiled for.
 
+    ``RAW``: scores are measured in their scale, see `masked_scores`.
     ``ALPHA``: 1.0, 1.5 or 2.0 when every head has that alpha by construction (no logarithm needed), 0.0 when it is read
     from memory. ``GRAD_ALPHA``: whether the gradient in alpha is wanted. ``PRECISION``: of float32 dot products, "ieee"
     or "tf32". ``TOLERANCE``: how far from 1 the sum of weights may be before the last step of the threshold; ``LIMIT``: how far
@@ -64,6 +65,7 @@ class Options(NamedTuple):
     SOFTCAP: bool
     BOOL_MASK: bool
     DROPOUT: bool
+    RAW: bool
     ALPHA: float
     GRAD_ALPHA: bool
     PRECISION: str
@@ -195,15 +197,21 @@ def load_elements(array, rows, cols, inside):
 
 
 @triton.jit
+def score_unit(problem, OPTIONS: tl.constexpr):
+    """What a score of 1 means: where nothing is added to dot products and nothing caps them, their scale is a factor for later."""
+    return problem.scale if OPTIONS.RAW else 1.0
+
+
+@triton.jit
 def masked_scores(dots, rows, cols, first_row, first_col, terms, problem, OPTIONS: tl.constexpr):
     """Scores of a tile from its dot products, ``MASKED`` where query and key may not meet.
 
         score = softcap * tanh(scale * dot / softcap) + bias + mask
 
     ``rows``, ``cols``: indices expanded to two dimensions, queries along either axis; the tile starts at ``first_row``
-    and ``first_col``. Returns the scores and their derivative in ``scale * dot``.
+    and ``first_col``. Returns the scores, as multiples of `score_unit`, and their derivative in ``scale * dot``.
     """
-    z = dots * problem.scale
+    z = dots if OPTIONS.RAW else dots * problem.scale
     slope = 1.0
     if OPTIONS.SOFTCAP:
         capped = tanh(z / problem.softcap)
