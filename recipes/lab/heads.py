@@ -101,6 +101,18 @@ def job_of(jobs: Sequence[Job], group: str, wanted: dict[str, str]) -> Job:
     return found[0]
 
 
+def trained(job: Job, folder: Path) -> Path:
+    """The folder of the model that a job has trained.
+
+    Raises:
+        FileNotFoundError: if it has not.
+    """
+    model = folder / job.name / "model"
+    if not model.is_dir():
+        raise FileNotFoundError(f"there is no {model}: train first, python -m recipes.lab run --only {job.group}.")
+    return model
+
+
 def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path = FIGURES) -> None:
     """Analyse the models of a study; write its tables and its figures.
 
@@ -108,10 +120,7 @@ def study(name: str, jobs: list[Job], results: Path, folder: Path, figures: Path
         FileNotFoundError: for a model that has not been trained, or data that are not there.
     """
     chosen = STUDIES[name]
-    models = [folder / job_of(jobs, chosen.group, wanted).name / "model" for wanted in chosen.models.values()]
-    if missing := [model for model in models if not model.is_dir()]:
-        train = f"python -m recipes.lab run --only {chosen.group}"
-        raise FileNotFoundError(f"there is no {', '.join(map(str, missing))}: train first, {train}.")
+    models = [trained(job_of(jobs, chosen.group, wanted), folder) for wanted in chosen.models.values()]
     pairs, options = chosen.text(), chosen.options()
     out = folder / chosen.folder
     out.mkdir(parents=True, exist_ok=True)

@@ -16,25 +16,23 @@ that was saved from a patched model keeps its own alphas (`--alpha own`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import hf_entmax
-from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.bench.timing import interleaved_times, ratios
 from hf_entmax.generation import ExactSparseCache
 from hf_entmax.ops import entmax_attention, exact_sparse_attention, sketch_keys
 
 from .rows import RESULTS, RowFile, made_by
-from .texts import encode
+from .texts import load_model, recorded, text_of
 
 ORIGIN = "dtype command hardware versions"
 FIELDS = {
@@ -60,31 +58,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 4},
     "sampling": {"do_sample": True},
 }
-
-
-def load(settings: Any) -> tuple[Any, Any, Any]:
-    """The softmax model, the entmax model and the tokenizer."""
-    auto = AutoModelForCausalLM
-    plain, sparse = (auto.from_pretrained(settings.model, dtype=settings.dtype).eval() for _ in range(2))
-    for model in (plain,) if settings.alpha == "own" else (plain, sparse):
-        if hf_entmax.is_patched(model):
-            hf_entmax.unpatch_model(model)
-    if settings.alpha != "own":
-        hf_entmax.patch_model(sparse, alpha=float(settings.alpha))
-    elif not hf_entmax.is_patched(sparse):
-        raise SystemExit(f"--alpha own: {settings.model} was not saved from a patched model.")
-    plain.set_attn_implementation("sdpa")
-    return plain, sparse, AutoTokenizer.from_pretrained(settings.model)
-
-
-def prompt(settings: Any, model: Any, tokenizer: Any, length: int) -> Tensor:
-    """The first tokens of the text, ``[1, length]``."""
-    if model is not None:
-        check_length(model, length)
-    ids = encode(read_text(settings.text), tokenizer, length)
-    if len(ids) < length:
-        raise SystemExit(f"{settings.text} has {len(ids)} tokens, {length} are needed.")
-    return torch.tensor(ids)[None]
 
 
 def check_length(model: Any, length: int) -> None:
@@ -144,8 +117,9 @@ def compared(times: list[float], base: list[float], name: str) -> dict[str, str]
 
 def generate(settings: Any, results: RowFile) -> None:
     """Tokens per second of the whole model, by length and batch."""
-    plain, sparse, tokenizer = load(settings)
-    ids = prompt(settings, plain, tokenizer, max(settings.lengths))
+    plain, sparse = load_model(settings, sparse=False), load_model(settings)
+    check_length(plain, max(settings.lengths))
+    ids = torch.tensor([text_of(settings, max(settings.lengths))])
     own = filled(plain, ids, DynamicCache(config=plain.config))
     exact = filled(sparse, ids, ExactSparseCache(sparse, settings.bits))
     machine = {"weights_mib": f"{weight_bytes(plain) / 2**20:.0f}", "bandwidth_gib_s": f"{bandwidth():.1f}"}
@@ -226,10 +200,9 @@ def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
 
 def verify(settings: Any, results: RowFile) -> None:
     """Generate with and without the cache, and compare every step that reads a sketch with dense weights in float64."""
-    _, model, tokenizer = load(settings)
-    batch, steps = settings.batches[0], settings.steps
+    model, batch, steps = load_model(settings), settings.batches[0], settings.steps
     check_length(model, settings.prompt + steps)
-    ids = prompt(settings, None, tokenizer, batch * settings.prompt).view(batch, -1)
+    ids = torch.tensor(text_of(settings, batch * settings.prompt)).view(batch, -1)
     exact = ExactSparseCache(model, settings.bits, verify=True)
     found = []
     for cache in (exact, DynamicCache(config=model.config)):
@@ -253,32 +226,17 @@ def verify(settings: Any, results: RowFile) -> None:
     print(f"{said}the same")
 
 
-@contextlib.contextmanager
-def recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    """What the attention function of a model is given meanwhile: query, keys and values by layer."""
-    name, seen = model.config._attn_implementation, {}
-    own = AttentionInterface()[name]
-
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[module.layer_idx] = query, key, value
-        return own(module, query, key, value, *args, **kwargs)
-
-    AttentionInterface.register(name, record)
-    try:
-        yield seen
-    finally:
-        AttentionInterface.register(name, own)
-
-
 def operator(settings: Any, results: RowFile) -> None:
     """Attention of one query over the real keys of some layers, repeated to each length; means over the layers."""
     if "own" in settings.alphas and settings.alpha != "own":
         raise SystemExit(
             "--alphas own: those that the folder was saved with are kept by --alpha own alone; give that too."
         )
-    plain, sparse, tokenizer = load(settings)
-    model = sparse if settings.alpha == "own" else plain
-    ids = prompt(settings, model, tokenizer, min(settings.prompt, min(settings.lengths)))
+    sparse = load_model(settings)
+    model = sparse if settings.alpha == "own" else load_model(settings, sparse=False)
+    length = min(settings.prompt, *settings.lengths)
+    check_length(model, length)
+    ids = torch.tensor([text_of(settings, length)])
     cache = filled(model, ids[:, :-1], DynamicCache(config=model.config))
     with recorded(model) as seen:
         model(ids[:, -1:], past_key_values=cache)

@@ -25,41 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from hf_entmax.bench.timing import interleaved_times
 from hf_entmax.ops import entmax, entmax_attention
 
 from .rows import RESULTS, RowFile, made_by
-from .serving_speed import clock, load_model, text_of
+from .serving_speed import clock
+from .texts import load_model, recorded, text_of
 
 FIELDS = (
     "model layer length alpha nonzero queries page tiles_with_weight tiles_exact_threshold tiles_known_threshold bounds_ms scores_ms "
     "kernel_ms sdpa_ms at_least_ms ratio_to_kernel ratio_to_sdpa hardware command versions"
 )
-
-
-def captured(model: Any, ids: list[int], layers: list[int]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """Queries ``[H, T, D]``, keys and values, repeated to as many heads, of some layers."""
-    found = {}
-    original = AttentionInterface()["sdpa"]
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if module.layer_idx in layers:
-            groups = query.shape[1] // key.shape[1]
-            found[module.layer_idx] = (
-                query[0],
-                key[0].repeat_interleave(groups, 0),
-                value[0].repeat_interleave(groups, 0),
-            )
-        return original(module, query, key, value, *args, **kwargs)
-
-    AttentionInterface.register("sdpa", attend)
-    try:
-        model(torch.tensor([ids]), logits_to_keep=1, use_cache=False)
-    finally:
-        AttentionInterface.register("sdpa", original)
-    return found
 
 
 def shares(query: Tensor, key: Tensor, alpha: float, size: int, page: int) -> tuple[float, list[float]]:
@@ -99,9 +76,12 @@ def alpha_for(query: Tensor, key: Tensor, share: float) -> float:
 @torch.no_grad()
 def measure(settings: Any) -> None:
     settings.alpha, settings.dtype = "1", "float32"
-    found = captured(load_model(settings, sparse=False), text_of(settings, settings.length), settings.layers)
-    file = RowFile(settings.out / "prefill_tiles.csv", FIELDS)
-    for layer, (query, key, value) in found.items():
+    model, file = load_model(settings, sparse=False), RowFile(settings.out / "prefill_tiles.csv", FIELDS)
+    with recorded(model) as seen:
+        model(torch.tensor([text_of(settings, settings.length)]), logits_to_keep=1, use_cache=False)
+    for layer in settings.layers:
+        query, key, value = (own[0] for own in seen[layer])
+        key, value = (own.repeat_interleave(len(query) // len(own), 0) for own in (key, value))
         for share in settings.shares:
             alpha, four = alpha_for(query, key, share), (query[None], key[None], value[None])
             signs = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)

@@ -26,7 +26,8 @@ import torch
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 from .rows import RESULTS
-from .serving_speed import BLOCK, CHUNK, load_model, prefill, settings_of, speed, text_of
+from .serving_speed import BLOCK, CHUNK, prefill, settings_of, speed
+from .texts import load_model, text_of
 
 
 @torch.no_grad()

@@ -22,22 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
-import hf_entmax
-from hf_entmax.analysis.reading.tables import read_text
 from hf_entmax.bench.timing import interleaved_times, ratios
 from hf_entmax.generation import ExactSparseCache
 
 from .long_context import Greedy
 from .rows import RowFile, made_by
-from .texts import encode
+from .texts import load_model, text_of
 
 _ORIGIN = "dtype command hardware versions"
 SPEED = (
@@ -52,27 +44,6 @@ CHUNK, BLOCK = 512, 256
 def clock() -> float:
     """Seconds; with one thread those of this process alone, so that other programs on the machine count less."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def load_model(settings: Any, sparse: bool = True) -> Any:
-    """The model of the folder, patched or with SDPA."""
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
-    if settings.alpha == "own" and sparse:
-        if not hf_entmax.is_patched(model):
-            raise SystemExit(f"--alpha own: {settings.model} was not saved from a patched model.")
-        return model
-    if hf_entmax.is_patched(model):
-        hf_entmax.unpatch_model(model)
-    model.set_attn_implementation("sdpa")
-    return hf_entmax.patch_model(model, alpha=float(settings.alpha)) if sparse else model
-
-
-def text_of(settings: Any, length: int) -> list[int]:
-    """The first tokens of the text."""
-    ids = encode(read_text(str(settings.text)), AutoTokenizer.from_pretrained(settings.model), length)
-    if len(ids) < length:
-        raise SystemExit(f"{settings.text} has {len(ids)} tokens, {length} are needed.")
-    return ids
 
 
 def settings_of(new: int, **options: Any) -> GenerationConfig:

@@ -20,7 +20,7 @@ from hf_entmax.analysis.collecting.examples import collect_examples
 from hf_entmax.analysis.reading.tables import read_pairs
 from hf_entmax.generation import enumerate_hypotheses, force_decode
 
-from .heads import job_of, words
+from .heads import job_of, trained, words
 from .jobs import Job
 
 FILE, LAMBDA_FILE = "views.json", "mapping_views.json"
@@ -36,22 +36,15 @@ LAMBDAS = {
 LONGEST = 14
 
 
-def load(job: Job, folder: Path) -> tuple[Any, Any]:
-    """The model that a job has trained, and its tokenizer.
-
-    Raises:
-        FileNotFoundError: if it has not.
-    """
-    trained = folder / job.name / "model"
-    if not trained.is_dir():
-        raise FileNotFoundError(f"there is no {trained}: train first, python -m recipes.lab run --only {job.group}.")
-    return AutoModelForSeq2SeqLM.from_pretrained(trained).eval(), AutoTokenizer.from_pretrained(trained)
+def load(model: Path) -> tuple[Any, Any]:
+    """A model of `trained`, and its tokenizer."""
+    return AutoModelForSeq2SeqLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
 
 
 def collect_word(jobs: Sequence[Job], results: Path, folder: Path) -> str:
     """Look for the word, write down what the model makes of it; returns what it reads."""
     job = job_of(jobs, *WORD)
-    found = look(*load(job, folder), words(0, "test", ["german"]))
+    found = look(*load(trained(job, folder)), words(0, "test", ["german"]))
     write(results / FILE, {"command": job.command, **found})
     return found["source"]
 
@@ -88,7 +81,7 @@ def collect_sentence(jobs: Sequence[Job], results: Path, folder: Path) -> str:
         ValueError: if no sentence is short enough.
     """
     chosen = {title: job_of(jobs, LAMBDA_GROUP, wanted) for title, wanted in LAMBDAS.items()}
-    models = {title: load(job, folder) for title, job in chosen.items()}
+    models = {title: load(trained(job, folder)) for title, job in chosen.items()}
     tokenizer = next(iter(models.values()))[1]
     for source, target in read_pairs("mt/multi30k_task1_raw/test_2016_flickr.{lang}.gz", "de", "en"):
         batch, ids = dict(tokenizer([source], return_tensors="pt")), tokenizer(text_target=target)["input_ids"]

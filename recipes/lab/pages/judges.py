@@ -6,7 +6,8 @@ otherwise as *not found*; that it is as good counts as found when it loses at mo
 verdict says so and rests on the difference alone. Runs with less than half of the median score had not begun to learn: they say
 nothing about the claim.
 
-Each function here that ends in a nested ``judged`` is an entry of the table of claims: given rows, it returns a `Verdict`.
+A judge returns a `Verdict`, or nothing where the rows do not speak to its claim. What it is given after the rows stands in the
+table of claims (`entry`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec
 
 from ..rows import SITES, Row, Rows, by_setting, column, grouped, mean, numbers, pick, spread
 
@@ -35,6 +36,12 @@ class Verdict(NamedTuple):
 
 
 Judge = Callable[[Rows], "Verdict | None"]
+P = ParamSpec("P")
+
+
+def entry(judge: Callable[Concatenate[Rows, P], Verdict | None]) -> Callable[P, Judge]:
+    """Let a judge be written into the table of claims as a call without the rows, for which it waits."""
+    return lambda *given, **named: lambda rows: judge(rows, *given, **named)
 
 
 def found(holds: bool, reservation: str = "") -> str:
@@ -66,14 +73,13 @@ def seeds(values: Sequence[float], unit: str = "") -> str:
     return f"{statistics.fmean(values):.2f}{unit}{many}"
 
 
-def better(group: str, one: Key, other: Key, measure: str = "accuracy", unit: str = "%", margin: float = 0.0) -> Judge:
+@entry
+def better(
+    rows: Rows, group: str, one: Key, other: Key, measure: str = "accuracy", unit: str = "%", margin: float = 0.0
+) -> Verdict | None:
     """One setting (output and attention alpha) has more of a measure than another, or loses at most a margin."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        every = [row for row in rows(group) if not row.get("ensemble")]
-        return _compared(every, one, other, measure, unit, margin)
-
-    return judged
+    every = [row for row in rows(group) if not row.get("ensemble")]
+    return _compared(every, one, other, measure, unit, margin)
 
 
 def _compared(every: list[Row], one: Key, other: Key, measure: str, unit: str, margin: float) -> Verdict | None:
@@ -94,41 +100,35 @@ def _compared(every: list[Row], one: Key, other: Key, measure: str, unit: str, m
     return Verdict(here, f"not to be told: {which} had not begun to learn", tried)
 
 
-def ensembles(group: str) -> Judge:
+@entry
+def ensembles(rows: Rows, group: str) -> Verdict | None:
     """Averaging the probabilities of three models helps at every setting."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        alone = grouped(rows(group, ensemble=""), "output_alpha", "attention")
-        together = grouped([row for row in rows(group) if row["ensemble"]], "output_alpha", "attention")
-        gains = [float(row["accuracy"]) - mean(alone[key], "accuracy") for key, (row, *_) in together.items()]
-        if not gains:
-            return None
-        here = f"{min(gains):+.2f} to {max(gains):+.2f} % ({len(gains)} settings)"
-        return Verdict(here, found(min(gains) > 0))
-
-    return judged
+    alone = grouped(rows(group, ensemble=""), "output_alpha", "attention")
+    together = grouped([row for row in rows(group) if row["ensemble"]], "output_alpha", "attention")
+    gains = [float(row["accuracy"]) - mean(alone[key], "accuracy") for key, (row, *_) in together.items()]
+    if not gains:
+        return None
+    here = f"{min(gains):+.2f} to {max(gains):+.2f} % ({len(gains)} settings)"
+    return Verdict(here, found(min(gains) > 0))
 
 
-def certainty(name: str, paper: float) -> Judge:
+@entry
+def certainty(rows: Rows, name: str, paper: float) -> Verdict | None:
     """How many words have all their answers known, or one alone; models that learned for longer speak where there are several."""
     both = {"ensemble": "", "output_alpha": "1.5", "attention": "1.5"}
-
-    def judged(rows: Rows) -> Verdict | None:
-        longer = rows("inflection_epochs", **both)
-        if len(longer) < 2:
-            return None
-        tried = [(row, f"with a beam of {row['command'].split('--beams ')[1]}") for row in rows("inflection_beams")]
-        for group, output, how in (
-            ("inflection", "2.0", "with an output alpha of 2"),
-            ("inflection_alpha", "1.5", "for German alone with 10,000 words to learn from"),
-        ):
-            sparser = [row for row in rows(group, output_alpha=output, attention="1.5") if not row.get("ensemble")]
-            tried += [(row, how) for row in sparser]
-        looked = "; ".join(f"{float(row[name]):.1f} % {how}" for row, how in tried)
-        verdict = "found" if mean(longer, name) >= paper else "not found: fewer"
-        return Verdict(f"{column(longer, name, 1)} % after 72 epochs", verdict, looked)
-
-    return judged
+    longer = rows("inflection_epochs", **both)
+    if len(longer) < 2:
+        return None
+    tried = [(row, f"with a beam of {row['command'].split('--beams ')[1]}") for row in rows("inflection_beams")]
+    for group, output, how in (
+        ("inflection", "2.0", "with an output alpha of 2"),
+        ("inflection_alpha", "1.5", "for German alone with 10,000 words to learn from"),
+    ):
+        sparser = [row for row in rows(group, output_alpha=output, attention="1.5") if not row.get("ensemble")]
+        tried += [(row, how) for row in sparser]
+    looked = "; ".join(f"{float(row[name]):.1f} % {how}" for row, how in tried)
+    verdict = "found" if mean(longer, name) >= paper else "not found: fewer"
+    return Verdict(f"{column(longer, name, 1)} % after 72 epochs", verdict, looked)
 
 
 def best_alpha(rows: Rows) -> Verdict | None:
@@ -166,17 +166,14 @@ def words_with_weight(rows: Rows) -> Verdict | None:
     return Verdict(here, found(sources < all_sources / 2 and words < all_words / 20))
 
 
-def speed(attention: str, paper: float) -> Judge:
+@entry
+def speed(rows: Rows, attention: str, paper: float) -> Verdict | None:
     """Training is at least as fast, of softmax's speed, as the paper says."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        ratios = numbers(rows("training_speed", attention=attention, output_alpha="1.0"), "time_ratio")
-        if not ratios:
-            return None
-        here = f"{100 / max(ratios):.0f} to {100 / min(ratios):.0f} % (CPU)"
-        return Verdict(here, "found" if 1 / max(ratios) >= paper else "not found: slower")
-
-    return judged
+    ratios = numbers(rows("training_speed", attention=attention, output_alpha="1.0"), "time_ratio")
+    if not ratios:
+        return None
+    here = f"{100 / max(ratios):.0f} to {100 / min(ratios):.0f} % (CPU)"
+    return Verdict(here, "found" if 1 / max(ratios) >= paper else "not found: slower")
 
 
 def by_lambda(rows: Rows) -> list[Row]:
@@ -194,29 +191,26 @@ def lambdas(rows: Rows) -> Verdict | None:
     return Verdict(here, found(shrinks, "one seed"))
 
 
-def conversion(group: str, unit: str, aim: float) -> Judge:
+@entry
+def conversion(rows: Rows, group: str, unit: str, aim: float) -> Verdict | None:
     """The best conversion with at most 20 % of its weights left loses at most ``aim`` to the control.
 
     A setting of one seed may be lucky: of several, those with the most seeds are compared.
     """
-
-    def judged(rows: Rows) -> Verdict | None:
-        control = rows(group, attention="softmax")
-        sparse = [own for own in by_setting(rows(group)) if own[0]["density"] and mean(own, "density") <= 0.2]
-        if not (control and sparse):
-            return None
-        sparse = [own for own in sparse if len(own) == max(map(len, sparse))]
-        best = min(sparse, key=lambda own: price(own, control))
-        lost, paid = mean(best, "lost"), price(best, control)
-        which = f"best of {len(sparse)} such conversions: " if len(sparse) > 1 else ""
-        before, beside = (f"{abs(value):.2f} {unit} {'lost' if value > 0 else 'gained'}" for value in (lost, paid))
-        here = f"{which}{column(best, 'density', 1, 100)} % left; {before} against the model before, "
-        here += f"{beside} against a softmax that was trained on for as long"
-        verdict = "found" if paid <= aim else "not found against the control" if lost <= aim else "not found"
-        behind = min(len(best), len(control))
-        return Verdict(here, f"{verdict} ({'one seed' if behind == 1 else f'{behind} seeds'})")
-
-    return judged
+    control = rows(group, attention="softmax")
+    sparse = [own for own in by_setting(rows(group)) if own[0]["density"] and mean(own, "density") <= 0.2]
+    if not (control and sparse):
+        return None
+    sparse = [own for own in sparse if len(own) == max(map(len, sparse))]
+    best = min(sparse, key=lambda own: price(own, control))
+    lost, paid = mean(best, "lost"), price(best, control)
+    which = f"best of {len(sparse)} such conversions: " if len(sparse) > 1 else ""
+    before, beside = (f"{abs(value):.2f} {unit} {'lost' if value > 0 else 'gained'}" for value in (lost, paid))
+    here = f"{which}{column(best, 'density', 1, 100)} % left; {before} against the model before, "
+    here += f"{beside} against a softmax that was trained on for as long"
+    verdict = "found" if paid <= aim else "not found against the control" if lost <= aim else "not found"
+    behind = min(len(best), len(control))
+    return Verdict(here, f"{verdict} ({'one seed' if behind == 1 else f'{behind} seeds'})")
 
 
 def price(own: Sequence[Row], control: Sequence[Row]) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_entmax.analysis.reading.trajectory import Trajectory, read_trajectory
 
 from ..rows import SITES, Row, Rows, distinct, grouped, mean, numbers, pick
-from .judges import Judge, Verdict, found, judge, seeds
+from .judges import Verdict, entry, found, judge, seeds
 
 #: Analyses of heads, by what trained the models.
 STUDIES = {"translation": "head_analysis", "inflection": "head_analysis_inflection"}
@@ -36,20 +36,17 @@ SMOLLM2, MINILM = "head_analysis_smollm2", "head_analysis_minilm"
 UNIFORM = 5 / 9
 
 
-def diversity(group: str, output: str, kind: str) -> Judge:
+@entry
+def diversity(rows: Rows, group: str, output: str, kind: str) -> Verdict | None:
     """Sparse heads differ more from one another than softmax's at every site, in models with the same output."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        whole = [row for row in rows(group, output_alpha=output) if row["js_cross"]]
-        soft, sparse = (pick(whole, attention=attention) for attention in ("softmax", kind))
-        if not (soft and sparse):
-            return None
-        gains = {site: (mean(sparse, f"js_{site}"), mean(soft, f"js_{site}")) for site in SITES}
-        here = ", ".join(f"{site} {ours:.2f} against {theirs:.2f}" for site, (ours, theirs) in gains.items())
-        few = "one seed" if min(len(sparse), len(soft)) == 1 else ""
-        return Verdict(here, found(all(ours > theirs for ours, theirs in gains.values()), few))
-
-    return judged
+    whole = [row for row in rows(group, output_alpha=output) if row["js_cross"]]
+    soft, sparse = (pick(whole, attention=attention) for attention in ("softmax", kind))
+    if not (soft and sparse):
+        return None
+    gains = {site: (mean(sparse, f"js_{site}"), mean(soft, f"js_{site}")) for site in SITES}
+    here = ", ".join(f"{site} {ours:.2f} against {theirs:.2f}" for site, (ours, theirs) in gains.items())
+    few = "one seed" if min(len(sparse), len(soft)) == 1 else ""
+    return Verdict(here, found(all(ours > theirs for ours, theirs in gains.values()), few))
 
 
 def surest(heads: Sequence[Row], model: str, name: str) -> Row:
@@ -57,21 +54,18 @@ def surest(heads: Sequence[Row], model: str, name: str) -> Row:
     return max((row for row in pick(heads, model=model) if row.get(name)), key=lambda row: float(row[name]))
 
 
-def role(name: str) -> Judge:
+@entry
+def role(rows: Rows, name: str) -> Verdict | None:
     """The surest head for a role is surer with learned alpha than with softmax."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        heads, kinds = rows("head_analysis/heads"), ("softmax", "1.5", "learned")
-        if not set(kinds) <= set(distinct(heads, "model")):
-            return None
-        best = {kind: 100 * float(surest(heads, kind, name)[name]) for kind in kinds}
-        here = ", ".join(f"{kind} {value:.1f} %" for kind, value in best.items())
-        if max(best.values()) > 50:
-            return Verdict(here, found(best["learned"] > best["softmax"], "one seed"))
-        small = "models of 3 + 3 layers and width 128 on captions; the treebank and Tatoeba's questions as well"
-        return Verdict(here, "not found: no such head in any model", small)
-
-    return judged
+    heads, kinds = rows("head_analysis/heads"), ("softmax", "1.5", "learned")
+    if not set(kinds) <= set(distinct(heads, "model")):
+        return None
+    best = {kind: 100 * float(surest(heads, kind, name)[name]) for kind in kinds}
+    here = ", ".join(f"{kind} {value:.1f} %" for kind, value in best.items())
+    if max(best.values()) > 50:
+        return Verdict(here, found(best["learned"] > best["softmax"], "one seed"))
+    small = "models of 3 + 3 layers and width 128 on captions; the treebank and Tatoeba's questions as well"
+    return Verdict(here, "not found: no such head in any model", small)
 
 
 def surest_previous(heads: Sequence[Row], model: str, count: int = 1) -> float:
@@ -89,19 +83,16 @@ def kinds(rows: Rows, study: str) -> dict[str, list[list[Row]]]:
     return models
 
 
-def letters(kind: str, count: int) -> Judge:
+@entry
+def letters(rows: Rows, kind: str, count: int) -> Verdict | None:
     """In the inflection models, where such heads have formed, the surest for the previous letter are surer."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        models = kinds(rows, "inflection")
-        if not (models.get(kind) and models.get("softmax")):
-            return None
-        ours, theirs = (
-            [surest_previous(own, own[0]["model"], count) for own in models[each]] for each in (kind, "softmax")
-        )
-        return Verdict(f"{seeds(ours, ' %')} against {seeds(theirs, ' %')}", judge(ours, theirs)[1])
-
-    return judged
+    models = kinds(rows, "inflection")
+    if not (models.get(kind) and models.get("softmax")):
+        return None
+    ours, theirs = (
+        [surest_previous(own, own[0]["model"], count) for own in models[each]] for each in (kind, "softmax")
+    )
+    return Verdict(f"{seeds(ours, ' %')} against {seeds(theirs, ' %')}", judge(ours, theirs)[1])
 
 
 def bimodality(values: Sequence[float]) -> tuple[float, float]:
@@ -118,30 +109,27 @@ def _sarle(values: Sequence[float]) -> float:
     return (third**2 / second**3 + 1) / (fourth / second**2)
 
 
-def modes(study: str, sites: Sequence[str], wanted: int) -> Judge:
+@entry
+def modes(rows: Rows, study: str, sites: Sequence[str], wanted: int) -> Verdict | None:
     """The learned alphas of these sites have so many modes; 1 or 2 are told apart where there are enough heads."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        models = kinds(rows, study).get("learned", [])
-        learned = [head for model in models for head in model]
-        values = {site: numbers(pick(learned, site=site), "alpha") for site in sites}
-        count = min(map(len, values.values()))
-        if count < 5:
-            return None
-        told, shown = [], []
-        for site, own in values.items():
-            coefficient, error = bimodality(own)
-            unsure = abs(coefficient - UNIFORM) <= 2 * error
-            told.append(wanted if unsure else 2 if coefficient > UNIFORM else 1)
-            shown.append((f"{site} {coefficient:.2f} ± {error:.2f}", unsure))
-        words = ", ".join(text for text, _ in shown)
-        here = f"bimodality coefficient {words} (uniform 0.56; {count} heads a site)"
-        holds = all(number == wanted for number in told)
-        if holds and any(unsure for _, unsure in shown):
-            return Verdict(here, f"not to be told from {count} heads")
-        return Verdict(here, found(holds, "" if len(models) > 1 else "one seed"))
-
-    return judged
+    models = kinds(rows, study).get("learned", [])
+    learned = [head for model in models for head in model]
+    values = {site: numbers(pick(learned, site=site), "alpha") for site in sites}
+    count = min(map(len, values.values()))
+    if count < 5:
+        return None
+    told, shown = [], []
+    for site, own in values.items():
+        coefficient, error = bimodality(own)
+        unsure = abs(coefficient - UNIFORM) <= 2 * error
+        told.append(wanted if unsure else 2 if coefficient > UNIFORM else 1)
+        shown.append((f"{site} {coefficient:.2f} ± {error:.2f}", unsure))
+    words = ", ".join(text for text, _ in shown)
+    here = f"bimodality coefficient {words} (uniform 0.56; {count} heads a site)"
+    holds = all(number == wanted for number in told)
+    if holds and any(unsure for _, unsure in shown):
+        return Verdict(here, f"not to be told from {count} heads")
+    return Verdict(here, found(holds, "" if len(models) > 1 else "one seed"))
 
 
 def evenness(heads: Sequence[Row], bins: int = 10) -> float:
@@ -162,17 +150,14 @@ def variation(heads: Sequence[Row]) -> float:
     return 100 * statistics.fmean(statistics.pstdev(numbers(layer, "density")) for layer in layers)
 
 
-def densities(study: str, measure: Callable[[Sequence[Row]], float], unit: str = " %") -> Judge:
+@entry
+def densities(rows: Rows, study: str, measure: Callable[[Sequence[Row]], float], unit: str = " %") -> Verdict | None:
     """A measure of the heads' densities is larger with learned alpha than with 1.5."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        of = kinds(rows, study)
-        if not (of.get("learned") and of.get("1.5")):
-            return None
-        ours, theirs = ([measure(model) for model in of[kind]] for kind in ("learned", "1.5"))
-        return Verdict(f"{seeds(ours, unit)} against {seeds(theirs, unit)}", judge(ours, theirs)[1])
-
-    return judged
+    of = kinds(rows, study)
+    if not (of.get("learned") and of.get("1.5")):
+        return None
+    ours, theirs = ([measure(model) for model in of[kind]] for kind in ("learned", "1.5"))
+    return Verdict(f"{seeds(ours, unit)} against {seeds(theirs, unit)}", judge(ours, theirs)[1])
 
 
 def trajectory(rows: Rows, group: str) -> Trajectory | None:
@@ -181,23 +166,20 @@ def trajectory(rows: Rows, group: str) -> Trajectory | None:
     return read_trajectory(path) if path.exists() else None
 
 
-def over_training(study: str, look: Callable[[list[int], Tensor], tuple[str, str]]) -> Judge:
+@entry
+def over_training(rows: Rows, study: str, look: Callable[[list[int], Tensor], tuple[str, str]]) -> Verdict | None:
     """What `dip` or `parting` says of the alphas over training; beside it, of alphas that were learned at a higher rate."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        log, faster = (trajectory(rows, group) for group in LOGGED[study])
-        if log is None:
-            return None
-        heads = _heads(log)
-        correlation = float(heads[[0, -1]].corrcoef()[0, 1])
-        tried = f"alphas at the end correlate {correlation:.2f} with those that the heads were started with"
-        if faster is not None:
-            there, so = look(faster.steps, _heads(faster))
-            tried += f"; with alphas learned at ten times the rate: {there}: {so}"
-        here, verdict = look(log.steps, heads)
-        return Verdict(here, f"{verdict} (one seed)", tried)
-
-    return judged
+    log, faster = (trajectory(rows, group) for group in LOGGED[study])
+    if log is None:
+        return None
+    heads = _heads(log)
+    correlation = float(heads[[0, -1]].corrcoef()[0, 1])
+    tried = f"alphas at the end correlate {correlation:.2f} with those that the heads were started with"
+    if faster is not None:
+        there, so = look(faster.steps, _heads(faster))
+        tried += f"; with alphas learned at ten times the rate: {there}: {so}"
+    here, verdict = look(log.steps, heads)
+    return Verdict(here, f"{verdict} (one seed)", tried)
 
 
 def _heads(log: Trajectory) -> Tensor:
@@ -231,45 +213,35 @@ def parting(steps: list[int], heads: Tensor) -> tuple[str, str]:
     return here, found(rose > 0 and spreads[-1] > spreads[low])
 
 
-def made_sparse(group: str, name: str, table: str = "heads", unit: str = " %") -> Judge:
+@entry
+def made_sparse(rows: Rows, group: str, name: str, table: str = "heads", unit: str = " %") -> Verdict | None:
     """A pretrained model's largest value in a column of the analysis grows when the model is made sparse."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        found_rows = rows(f"{group}/{table}")
-        if not found_rows:
-            return None
-        scale = 100 if unit else 1
-        before, *after = models = distinct(found_rows, "model")
-        values = {model: scale * float(surest(found_rows, model, name)[name]) for model in models}
-        higher = [model for model in after if values[model] > values[before]]
-        agree = len(higher) in (0, len(after))
-        verdict = found(bool(higher), "one seed") if agree else f"found for {higher[0]} only (one seed)"
-        if unit and max(values.values()) <= 50:
-            verdict = "not found: no such head in any model"
-        elif unit and values[before] > 99.5:
-            verdict = "not to be told: sure before"
-        return Verdict(", ".join(f"{m} {value:.{1 if unit else 3}f}{unit}" for m, value in values.items()), verdict)
-
-    return judged
+    found_rows = rows(f"{group}/{table}")
+    if not found_rows:
+        return None
+    scale = 100 if unit else 1
+    before, *after = models = distinct(found_rows, "model")
+    values = {model: scale * float(surest(found_rows, model, name)[name]) for model in models}
+    higher = [model for model in after if values[model] > values[before]]
+    agree = len(higher) in (0, len(after))
+    verdict = found(bool(higher), "one seed") if agree else f"found for {higher[0]} only (one seed)"
+    if unit and max(values.values()) <= 50:
+        verdict = "not found: no such head in any model"
+    elif unit and values[before] > 99.5:
+        verdict = "not to be told: sure before"
+    return Verdict(", ".join(f"{m} {value:.{1 if unit else 3}f}{unit}" for m, value in values.items()), verdict)
 
 
-def contrasts(group: str) -> Judge:
+@entry
+def contrasts(rows: Rows, group: str) -> Verdict | None:
     """Some heads are sparse in one sentence and at least 50 points denser in another of the same class of length."""
-
-    def judged(rows: Rows) -> Verdict | None:
-        pairs = [row for row in rows(f"{group}/sentences") if row["longest"]]  # the longest class has no bound
-        if not pairs:
-            return None
-        few, many = (lambda row: 100 * float(row["sparse_density"])), (lambda row: 100 * float(row["dense_density"]))
-        apart = {(row["layer"], row["head"]) for row in pairs if many(row) - few(row) >= 50}
-        widest = max(pairs, key=lambda row: many(row) - few(row))
-        of = len(pick(rows(f"{group}/heads"), model=pairs[0]["model"]))
-        here = (
-            f"{len(apart)} of {of} heads differ by 50 points and more; head {widest['layer']}.{widest['head']} keeps "
-        )
-        here += (
-            f"{few(widest):.1f} % of its weights in one sentence and {many(widest):.1f} % in another, neither longer "
-        )
-        return Verdict(f"{here}than {widest['longest']} tokens", found(bool(apart), "one seed"))
-
-    return judged
+    pairs = [row for row in rows(f"{group}/sentences") if row["longest"]]  # the longest class has no bound
+    if not pairs:
+        return None
+    few, many = (lambda row: 100 * float(row["sparse_density"])), (lambda row: 100 * float(row["dense_density"]))
+    apart = {(row["layer"], row["head"]) for row in pairs if many(row) - few(row) >= 50}
+    widest = max(pairs, key=lambda row: many(row) - few(row))
+    of = len(pick(rows(f"{group}/heads"), model=pairs[0]["model"]))
+    here = f"{len(apart)} of {of} heads differ by 50 points and more; head {widest['layer']}.{widest['head']} keeps "
+    here += f"{few(widest):.1f} % of its weights in one sentence and {many(widest):.1f} % in another, neither longer "
+    return Verdict(f"{here}than {widest['longest']} tokens", found(bool(apart), "one seed"))
