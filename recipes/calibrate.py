@@ -65,7 +65,7 @@ class Arguments:
 
 
 def text_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
-    """Whole blocks of running text, from all over it: blocks that follow each other say the same, and judge each other mildly."""
+    """Cut whole blocks of running text, from all over it: blocks that follow each other say the same, and judge each other mildly."""
     size = args.batch or 1
     ids, _ = encode(read_text(args.data.replace("{split}", split)), tokenizer)
     blocks = evenly(cut(ids, args.block, full_only=True), count * size)
@@ -73,7 +73,7 @@ def text_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> lis
 
 
 def pair_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> list[dict[str, Tensor]]:
-    """Batches of `common.sentences.pair_batch`."""
+    """Make batches of `common.sentences.pair_batch`."""
     size = args.batch or 32
     pairs = read_text_pairs(args.pairs.replace("{split}", split), "source", "target")[: count * size]
     starts = range(0, len(pairs) - size + 1, size)
@@ -81,13 +81,13 @@ def pair_batches(args: Arguments, tokenizer: Any, split: str, count: int) -> lis
 
 
 def pair_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """InfoNCE, nats per text."""
+    """Compute InfoNCE, nats per text."""
     return contrast(embeddings(model, batch))
 
 
 @torch.no_grad()
 def heldout(model: Any, batches: list[dict[str, Tensor]], pairs: bool) -> dict[str, Any]:
-    """Loss with softmax attention and without, and what became of embeddings."""
+    """Measure the loss with softmax attention and without, and what became of embeddings."""
     loss = pair_loss if pairs else lambda model, batch: model(**batch, use_cache=False).loss  # nats per token
     size = (lambda b: len(b["input_ids"]) // 2) if pairs else (lambda b: int((b["labels"][:, 1:] != -100).sum()))
     count = sum(map(size, batches))

@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def strongest(scores: circuits.EdgeScores, count: int) -> str:
-    """``LAYER.HEAD`` of the heads with the highest absolute scores, strongest first: circuits of other samples can be compared."""
+    """Name, as ``LAYER.HEAD``, the heads with the highest absolute scores, strongest first: circuits of other samples can be compared."""
     sites = scores.ablated.sites
     heads = [
         (abs(float(x)), f"{sites[name].layer}.{head}")
@@ -114,7 +114,7 @@ def strongest(scores: circuits.EdgeScores, count: int) -> str:
 
 @torch.no_grad()
 def answer(model: Any, task: circuits.Task, tokenizer: Any) -> str:
-    """What the model says next to the first prompt."""
+    """Return what the model says next to the first prompt."""
     return tokenizer.decode([int(model(input_ids=task.batch["input_ids"][:1]).logits[0, -1].argmax())])
 
 

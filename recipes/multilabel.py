@@ -48,7 +48,7 @@ def build(config: TextConfig, data: TextData, output: str, attention: dict[str, 
 
 
 def examples(part: Split) -> list[dict[str, Tensor]]:
-    """Rows without their padding, which is 0."""
+    """Return rows without their padding, which is 0."""
     return [
         {"input_ids": ids[ids != 0], "labels": labels} for ids, labels in zip(part.features, part.labels, strict=True)
     ]
@@ -65,7 +65,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def train(config: TextConfig, data: TextData, output: str, attention: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One run: train, keep the best epoch by validation micro-F1, answer the test rows."""
+    """Do one run: train, keep the best epoch by validation micro-F1, answer the test rows."""
     set_seed(seed)
     parts = {name: examples(part) for name, part in data.splits.items()}
 
@@ -109,7 +109,7 @@ def train(config: TextConfig, data: TextData, output: str, attention: dict[str, 
 
 
 def run_text(config: TextConfig, results: MultilabelResults) -> None:
-    """All runs of the study that the results do not hold yet."""
+    """Do all runs of the study that the results do not hold yet."""
     data = load_texts(config)
     test = data.splits["test"]
     for attention, output, seed in itertools.product(config.attentions, config.outputs, config.seeds):

@@ -81,7 +81,7 @@ class Article(NamedTuple):
 
 
 def rouge(summaries: list[str], references: list[list[str]], prefix: str = "") -> dict[str, float]:
-    """Mean ROUGE F1 in %; of several references the one that matches best, for each kind of ROUGE by itself."""
+    """Compute the mean ROUGE F1 in %; of several references the one that matches best, for each kind of ROUGE by itself."""
     scorer = RougeScorer(KINDS, use_stemmer=True)
     found = [scorer.score_multi(own, summary) for own, summary in zip(references, summaries, strict=True)]
     means = {kind: 100 * sum(score[kind].fmeasure for score in found) / len(found) for kind in KINDS}

@@ -65,7 +65,7 @@ class Settings(Seq2SeqSettings):
 
 
 def certificates(model: Any, pairs: Pairs, tokenizer: Any, longest: int, beams: int) -> dict[str, float]:
-    """How often the search can prove that its translation is the most probable one. On every process alike."""
+    """Measure how often the search can prove that its translation is the most probable one. On every process alike."""
     results = []
     for start in range(0, len(pairs), 32):
         texts = [source for source, _ in pairs[start : start + 32]]

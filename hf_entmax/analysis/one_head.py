@@ -106,7 +106,7 @@ class HeadView:
 
     @property
     def _elsewhere(self) -> Tensor:
-        """The weights beside the first key and the queries themselves, ``[T_q, T_k]``."""
+        """Return the weights beside the first key and the queries themselves, ``[T_q, T_k]``."""
         elsewhere = self.weights.clone()
         elsewhere[:, 0] = 0
         if self.site != "cross":
@@ -127,7 +127,7 @@ class HeadView:
 
     @property
     def _possible(self) -> Tensor:
-        """Bool ``[T_q, T_k]``."""
+        """Mark the pairs that may have weight, bool ``[T_q, T_k]``."""
         every = torch.ones_like(self.weights, dtype=torch.bool)
         return every.tril() if self.site == "decoder_self" else every
 

@@ -65,7 +65,7 @@ def _additive_mask(problem: Problem) -> Tensor | None:
 
 
 def _dense(problem: Problem, mapping: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-    """Scores, a mapping of them, output: the way everybody writes it down."""
+    """Compute scores, a mapping of them, output: the way everybody writes it down."""
     case, mask = problem.case, _additive_mask(problem)
     groups = case.heads // (case.kv_heads or case.heads)
     queries = problem.query.shape[2]

@@ -51,7 +51,7 @@ class BitChoice:
         ]
 
     def runs(self) -> list[tuple[int, int, int | None]]:
-        """Neighbouring key heads of the same bits: the first, one past the last, and the bits."""
+        """List runs of neighbouring key heads of the same bits: the first, one past the last, and the bits."""
         ends = [0, *itertools.accumulate(len(list(same)) for _, same in itertools.groupby(self.bits))]
         return [(first, last, self.bits[first]) for first, last in itertools.pairwise(ends)]
 

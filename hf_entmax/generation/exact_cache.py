@@ -210,7 +210,7 @@ def _of_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layer(name: str, kind: str, arguments: dict[str, Any], plan: Plan) -> Any:
-    """Ours where Transformers would hold keys and values and nothing else."""
+    """Make a layer of ours where Transformers would hold keys and values and nothing else."""
     theirs = DYNAMIC_LAYER_TYPE_MAPPING[kind]
     if theirs in (DynamicLayer, DynamicSlidingWindowLayer):
         return ExactSparseLayer(name, plan, **arguments)

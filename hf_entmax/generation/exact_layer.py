@@ -75,7 +75,7 @@ class ExactSparseLayer(GrowingLayer):
             self._sketches = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As of `GrowingLayer`."""
+        """Do as `GrowingLayer`."""
         if torch.compiler.is_compiling():
             return super().update(*args, **kwargs)
         self._heed_changes()
@@ -84,14 +84,14 @@ class ExactSparseLayer(GrowingLayer):
         return handed_out
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of `GrowingLayer`; a page that is cut is sketched again once it is full."""
+        """Do as `GrowingLayer`; a page that is cut is sketched again once it is full."""
         super().crop(tokens_to_remove)
         self._attended = min(self._attended, self._total)
         for sketch in self._sketches.values():
             sketch.crop(self._end)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As of `GrowingLayer`, the sketch too."""
+        """Do as `GrowingLayer`, to the sketch too."""
         self._heed_changes()
         super().reorder_cache(beam_idx)
         self._written = None if self._key is None else version(self._key)
@@ -108,7 +108,7 @@ class ExactSparseLayer(GrowingLayer):
         options: AttentionOptions,
         backend: Backend,
     ) -> tuple[Tensor, Tensor | SparseRows | None]:
-        """`hf_entmax.ops.attention.attend` over keys of this layer, reading only those that may have weight.
+        """Run `hf_entmax.ops.attention.attend` over keys of this layer, reading only those that may have weight.
 
         ``module`` asks, through which the cache must have been filled; ``key`` and ``value`` are as `update` returned them.
 
@@ -198,7 +198,7 @@ class ExactSparseLayer(GrowingLayer):
             )
 
     def _why_dense(self, key: Tensor, alpha: float | Tensor, options: AttentionOptions) -> str | None:
-        """Why every key is to be read, or None."""
+        """Say why every key is to be read, or return None."""
         if options.need_weights:
             return "weights asked for"
         if options.dropout:
@@ -259,7 +259,7 @@ class ExactSparseLayer(GrowingLayer):
 
 
 def _count_pairs(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """int64 ``[H]``: pairs of a query and a key that it may attend to, over the batch."""
+    """Count, int64 ``[H]``, the pairs of a query and a key that it may attend to, over the batch."""
     return options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3]).sum((0, 2))
 
 

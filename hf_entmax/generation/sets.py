@@ -92,7 +92,7 @@ class ConformalSets:
         return likely | (logits == logits.amax(-1, keepdim=True))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """``p = entmax(logits / temperature, alpha)``, float64 ``[..., V]``: positive within the sets."""
+        """Compute ``p = entmax(logits / temperature, alpha)``, float64 ``[..., V]``: positive within the sets."""
         return entmax(logits.detach().double() / self.temperature, self.alpha)
 
 

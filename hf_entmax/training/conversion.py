@@ -191,7 +191,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             self._open = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConversionCallback:
-        """A copy of the model is not trained by this Trainer: its hooks remove themselves when they first run."""
+        """Return itself: a copy of the model is not trained by this Trainer, and its hooks remove themselves when they first run."""
         return self
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             state.log_history[-1].update(logs)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         kept = {} if self.constraint is None else {"constraint_state": self.constraint.state_dict()}
         return {"args": {"constraint": "restored"}, "attributes": kept}
 
@@ -356,7 +356,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             self._busy = False
 
     def _share(self, kwargs: dict[str, Any]) -> float:
-        """The batch's part of the tokens by which its loss was divided: 1 where that is its own mean."""
+        """Return the batch's part of the tokens by which its loss was divided: 1 where that is its own mean."""
         items = kwargs.get("num_items_in_batch")
         divided = divides_by_items(self._outer) or output_losses(self._outer)
         if items is None or not divided or not isinstance(kwargs.get("labels"), Tensor):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def attention_density(weights: Tensor, pairs: Tensor) -> Tensor:
-    """Share of the possible weights of one module that are not zero, mean over its heads.
+    """Measure the share of the possible weights of one module that are not zero, mean over its heads.
 
     Args:
         weights: ``[B, H, T_q, T_k]``, non-negative.
@@ -27,7 +27,7 @@ def attention_density(weights: Tensor, pairs: Tensor) -> Tensor:
 
 
 def soft_density(weights: Tensor, pairs: Tensor, tau: float = 0.01, floor: float = 0.0) -> Tensor:
-    r"""A differentiable stand-in for `attention_density`.
+    r"""Compute a differentiable stand-in for `attention_density`.
 
         D_tau = mean_h  sum_{b,i,j} p_j / (p_j + tau)  /  #pairs,          D_tau -> density  as  tau -> 0
 
@@ -65,11 +65,11 @@ class _Pressure:
         self.rate, self.multiplier = float(rate), float(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return what a checkpoint keeps."""
         return {"multiplier": self.multiplier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Take what a checkpoint kept."""
         self.multiplier = float(state["multiplier"])
 
 
@@ -157,11 +157,11 @@ class LossBudget(_Pressure):
         return self.multiplier
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return what a checkpoint keeps."""
         return {**super().state_dict(), "rise": None if math.isnan(self.rise) else self.rise}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Take what a checkpoint kept."""
         super().load_state_dict(state)
         self.rise = math.nan if state["rise"] is None else float(state["rise"])
 

@@ -69,7 +69,7 @@ class LossBudgetCallback(ConversionCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         constraint: Any = self.constraint
         reference = self.reference if isinstance(self.reference, (str, float, int)) else "softmax"
         args = {"budget": constraint.budget, "reference": reference, "tau": self.tau, "floor": self.floor}

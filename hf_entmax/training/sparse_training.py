@@ -63,7 +63,7 @@ class TrainingPlan:
         return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
 
     def asked(self, vector: AlphaVector) -> dict[str, Any]:
-        """What a run that goes on must have been asked for."""
+        """Return what a run that goes on must have been asked for."""
         asked = {name: getattr(self, name) for name in ("goal", "wanted", "train", "steps", "learning_rate")}
         return asked | {"alphas": vector.count}
 
@@ -198,7 +198,7 @@ def searched_before(plan: TrainingPlan, vector: AlphaVector) -> Tensor | None:
 
 @contextlib.contextmanager
 def _trainable(model: PreTrainedModel, vector: AlphaVector, plan: TrainingPlan) -> Iterator[PreTrainedModel]:
-    """Gradients for what is to be trained; adapters are merged at the end, and every flag is as it was."""
+    """Take gradients for what is to be trained; adapters are merged at the end, and every flag is as it was."""
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     training = model.training
     own = {id(parameter) for parameter in vector.parameters}
@@ -230,7 +230,7 @@ def _adapters(model: PreTrainedModel) -> Any:
 
 
 def _only(batches: list[Any]) -> Any:
-    """Ready batches come one by one."""
+    """Yield ready batches one by one."""
     return batches[0]
 
 

@@ -318,7 +318,7 @@ def _reject_without_effect(train: str, loss: Any, output_dir: Any, arguments: An
 def _batches(
     data: Iterable[Any], collator: Callable[[list[Any]], dict[str, Any]] | None, size: int
 ) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    """The examples, and the batches they make."""
+    """Return the examples, and the batches they make."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"batch_size={size!r} is not allowed: give a whole number of at least 1.")
     if isinstance(data, Mapping):

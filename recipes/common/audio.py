@@ -50,7 +50,7 @@ class Clip:
 
 
 def read_clips(where: str, audio: str, text: str) -> list[Clip]:
-    """The clips of a table, of JSON lines, or of a data set.
+    """Read the clips of a table, of JSON lines, or of a data set.
 
     Args:
         where: as `hf_entmax.analysis.reading.tables.read_rows` takes it. Files that a table names are relative to it.

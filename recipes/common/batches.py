@@ -15,7 +15,7 @@ ItemT = TypeVar("ItemT")
 
 
 def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
-    """So many items, from all over a sequence; all of them if there are fewer."""
+    """Take so many items, from all over a sequence; all of them if there are fewer."""
     count = min(count, len(items))
     return [items[place * len(items) // count] for place in range(count)]
 
@@ -24,7 +24,7 @@ def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
 def answers_of(
     examples: Sequence[ItemT], answer: Callable[[list[ItemT]], Sequence[Any]], length: Callable[[ItemT], int], size: int
 ) -> list[Any]:
-    """What is answered to every example, in their order, on all processes, which share the work.
+    """Collect what is answered to every example, in their order, on all processes, which share the work.
 
     Args:
         examples: what is asked.
@@ -45,5 +45,5 @@ def answers_of(
 def collated(
     examples: Sequence[Any], collate: Callable[[list[Any]], Any], size: int, device: Any
 ) -> list[dict[str, Any]]:
-    """All examples in their order, in batches on a device."""
+    """Put all examples in their order into batches on a device."""
     return [dict(collate(list(examples[i : i + size])).to(device)) for i in range(0, len(examples), size)]

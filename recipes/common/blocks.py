@@ -45,7 +45,7 @@ class TextSettings(RunSettings):
 
 
 def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> tuple[list[int], int | None]:
-    """Token ids of lines with their ends, joined, and how many words they are.
+    """Join the token ids of lines with their ends, and count their words.
 
     Args:
         lines: without their ends.
@@ -72,12 +72,12 @@ def encode(lines: list[str], tokenizer: Any, limit: int = 0) -> tuple[list[int],
 
 
 def count_words(text: str) -> int:
-    """Words between blanks, and one end per line."""
+    """Count words between blanks, and one end per line."""
     return len(text.split()) + text.count("\n")
 
 
 def _words_before(text: str, row: list[int], kept: int, tokenizer: Any) -> int | None:
-    """Words of a text up to the end of its first tokens, of all its tokens ``row``."""
+    """Count the words of a text up to the end of its first tokens, of all its tokens ``row``."""
     if kept == len(row):
         return count_words(text)
     start = tokenizer.decode(row[:kept])
@@ -92,13 +92,13 @@ def _words_before(text: str, row: list[int], kept: int, tokenizer: Any) -> int |
 
 
 def cut(ids: list[int], length: int, full_only: bool = False) -> list[Block]:
-    """Blocks that overlap by one token; the last may be shorter, or is left out with ``full_only``."""
+    """Cut blocks that overlap by one token; the last may be shorter, or is left out with ``full_only``."""
     blocks = [ids[start : start + length] for start in range(0, len(ids) - 1, length - 1)]
     return [{"input_ids": block} for block in blocks if len(block) == length or not full_only]
 
 
 def collate(blocks: list[Block]) -> dict[str, Tensor]:
-    """Blocks as tensors; a shorter one is filled up behind with its last token, which nobody sees or predicts."""
+    """Make tensors of blocks; a shorter one is filled up behind with its last token, which nobody sees or predicts."""
     longest = max(len(block["input_ids"]) for block in blocks)
     rows = [(block["input_ids"], longest - len(block["input_ids"])) for block in blocks]
     return {
@@ -108,7 +108,7 @@ def collate(blocks: list[Block]) -> dict[str, Tensor]:
 
 
 def probe(blocks: list[Block], length: int) -> list[dict[str, Tensor]]:
-    """The first 32 whole blocks (or the first one, if none is whole), to look at the heads with."""
+    """Collate the first 32 whole blocks (or the first one, if none is whole), to look at the heads with."""
     whole = [block for block in blocks if len(block["input_ids"]) == length][:32] or blocks[:1]
     return [collate(whole[start : start + 8]) for start in range(0, len(whole), 8)]
 
@@ -116,7 +116,7 @@ def probe(blocks: list[Block], length: int) -> list[dict[str, Tensor]]:
 def prepare(
     settings: Any, lines: dict[str, list[str]], tokenizer: Any
 ) -> tuple[dict[str, list[Block]], dict[str, int | None]]:
-    """Blocks of train, dev and test, the training text only in whole ones; and the words of each, as `encode` counts them."""
+    """Make blocks of train, dev and test, the training text only in whole ones; and the words of each, as `encode` counts them."""
     limits = {"train": settings.train_tokens, "dev": settings.dev_tokens, "test": settings.test_tokens}
     if settings.smoke:
         limits = dict.fromkeys(limits, 8 * settings.block)
@@ -145,7 +145,7 @@ def read_splits(settings: Any) -> dict[str, list[str]]:
 
 
 def text_measures(model: Any, blocks: list[Block], words: int | None, size: int = 16) -> dict[str, float]:
-    """How well a model predicts a text; the processes share the work.
+    """Measure how well a model predicts a text; the processes share the work.
 
     ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
     tokens, and ``epsilon_perplexity`` adds 1e-6 to every probability (see `hf_entmax.generation.epsilon_perplexity`). The two
@@ -160,7 +160,7 @@ def text_measures(model: Any, blocks: list[Block], words: int | None, size: int 
     metrics = SamplingMetrics.for_model(model)
 
     def sums(part: list[Block]) -> Tensor:
-        """Of each block: tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out."""
+        """Sum over each block: tokens, nats, nats with epsilon, sparsemax score, Jensen-Shannon, support size, tokens ruled out."""
         batch = send_to_device(collate(part), model.device)
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
@@ -190,7 +190,7 @@ def text_measures(model: Any, blocks: list[Block], words: int | None, size: int 
 
 
 def _exp(nats: float) -> float:
-    """Infinite, not an error, where a float cannot hold it."""
+    """Return infinity, no error, where a float cannot hold it."""
     try:
         return math.exp(nats)
     except OverflowError:
@@ -198,7 +198,7 @@ def _exp(nats: float) -> float:
 
 
 def negative_log(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    """``-log p(label)`` ``[n]`` under entmax of logits ``[n, V]``; infinite where the probability is 0."""
+    """Compute ``-log p(label)`` ``[n]`` under entmax of logits ``[n, V]``; infinite where the probability is 0."""
     if alpha == 1.0:
         return F.cross_entropy(logits, labels, reduction="none")
     return -entmax(logits, alpha).gather(1, labels[:, None]).squeeze(1).log()

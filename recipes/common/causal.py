@@ -18,7 +18,7 @@ from common.folder import write
 
 
 def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: lossless, whatever comes; ``<unk>`` is a word of WikiText and stays one token."""
+    """Train a byte-level BPE: lossless, whatever comes; ``<unk>`` is a word of WikiText and stays one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def train_tokenizer(lines: list[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(settings: Any, vocabulary: int) -> Any:
-    """A model from scratch in the shape of a known family."""
+    """Build a model in the shape of a known family."""
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     if settings.architecture == "gpt2":
         config: Any = GPT2Config(
@@ -65,7 +65,7 @@ def build_model(settings: Any, vocabulary: int) -> Any:
 
 
 def repetition(rows: list[list[int]], context: int) -> dict[str, float]:
-    """Distinct n-grams over all n-grams, and the share of tokens found among the last 16 or 128 before them.
+    """Measure distinct n-grams over all n-grams, and the share of tokens found among the last 16 or 128 before them.
 
     Args:
         rows: token ids.

@@ -19,7 +19,7 @@ SPLITS = ("train", "dev", "test")
 
 
 def read_texts(settings: Any) -> tuple[dict[str, Texts], list[str]]:
-    """Texts and labels of train, dev and test, and the classes, sorted; a table that holds all splits is read once.
+    """Read texts and labels of train, dev and test, and the classes, sorted; a table that holds all splits is read once.
 
     Raises:
         ValueError: if a split has no rows, or labels that training does not have; if there is only one class.
@@ -52,7 +52,7 @@ def check_labels(train: Texts, **others: Texts) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
-    """WordPiece of that size, or single characters (0), between ``[CLS]`` and ``[SEP]`` as BERT wants it."""
+    """Make a WordPiece of that size, or single characters (0), between ``[CLS]`` and ``[SEP]`` as BERT wants it."""
     if size:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
@@ -79,12 +79,12 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def percent(flags: torch.Tensor) -> float | str:
-    """Share of true ones, %; nothing where there are none."""
+    """Return the share of true ones, %; nothing where there are none."""
     return round(100 * float(flags.double().mean()), 2) if len(flags) else ""
 
 
 def scores(logits: torch.Tensor, labels: torch.Tensor, alpha: float) -> dict[str, Any]:
-    """Accuracy, macro-F1 of the classes that occur and, for sparse outputs, what is said with certainty; all but labels in %."""
+    """Compute accuracy, macro-F1 of the classes that occur and, for sparse outputs, what is said with certainty; all but labels in %."""
     guesses, certain = logits.argmax(-1), torch.zeros_like(labels) > 0
     possible = torch.full_like(labels, logits.shape[1])
     if alpha > 1:

@@ -158,7 +158,7 @@ class ConversionSettings(TextSettings):
         )
 
     def student(self) -> EntmaxConfig | None:
-        """How the student is patched; learned alphas and fixed ones start where the schedule does."""
+        """Return how the student is patched; learned alphas and fixed ones start where the schedule does."""
         config = self.entmax()
         if config is not None and self.learned:
             temperature = {"length_scaling": "constant", "length_scaling_init": "softmax"} if self.softened else {}

@@ -102,7 +102,7 @@ SENTENCES = Kind(
 
 
 def kind_of(settings: Any, config: Any) -> Kind:
-    """By the model's configuration; an encoder is told from a causal model by the pairs it is given (``--train``)."""
+    """Tell the kind by the model's configuration; an encoder is told from a causal model by the pairs it is given (``--train``)."""
     if config.is_encoder_decoder:
         return ENCODER_DECODER
     return SENTENCES if settings.train else CAUSAL
@@ -124,7 +124,7 @@ class Task:
 
 
 def read_data(settings: Any, kind: Kind) -> Any:
-    """The raw data, before anything is written.
+    """Read the raw data, before anything is written.
 
     Raises:
         ValueError: if the settings leave out what this kind of model learns from, or say what has no effect on it.
@@ -151,7 +151,7 @@ def read_data(settings: Any, kind: Kind) -> Any:
 
 
 def make_task(kind: Kind, settings: Any, data: Any, tokenizer: Any, teacher: Any) -> Task:
-    """The task of a model of this kind; ``teacher`` is the frozen softmax model."""
+    """Make the task of a model of this kind; ``teacher`` is the frozen softmax model."""
     if kind is CAUSAL:
         return _text_task(settings, data, tokenizer)
     make = _sentence_task if kind is SENTENCES else _translation_task
@@ -196,7 +196,7 @@ def _translation_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teac
 
 
 def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teacher: Any) -> Task:
-    """Pairs of texts: their similarities beside the softmax model's, and how well a text finds its partner among all."""
+    """Make the task of pairs of texts: their similarities beside the softmax model's, and how well a text finds its partner among all."""
     for split in ("dev", "test"):
         settings.require(split, len(pairs[split]) > 1, "a file of two pairs or more, to tell them apart")
     before: dict[str, torch.Tensor] = {}
@@ -235,7 +235,7 @@ def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teacher
 
 
 def load(kind: Kind, settings: Any, *, teacher: bool = False) -> Any:
-    """A model to convert or its teacher: in full precision, whatever its checkpoint was stored in."""
+    """Load a model to convert or its teacher: in full precision, whatever its checkpoint was stored in."""
     model = kind.auto.from_pretrained(settings.model, dtype=torch.float32)
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)  # made for another task: the embedding is a mean over the tokens
@@ -245,12 +245,12 @@ def load(kind: Kind, settings: Any, *, teacher: bool = False) -> Any:
 
 
 def base_model(model: Any) -> Any:
-    """The Transformers model inside PEFT."""
+    """Return the Transformers model inside PEFT."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
-    """LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
+    """Put LoRA on every linear layer; learned alphas are trained and saved with the adapters."""
     from peft import LoraConfig, get_peft_model
 
     learned = any(f".{HEADS_MODULE}." in name for name, _ in model.named_parameters())
@@ -260,7 +260,7 @@ def add_adapters(model: Any, rank: int, kind: Kind) -> Any:
 
 
 def whole(model: Any) -> Any:
-    """A model as one process can use it; of one that FSDP2 has split a copy, on all processes at the same time."""
+    """Return a model as one process can use it; of one that FSDP2 has split a copy, on all processes at the same time."""
     if not isinstance(model, FSDPModule):
         return model
     kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
@@ -272,7 +272,7 @@ def whole(model: Any) -> Any:
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> float:
-    """What a model has lost: BLEU points, percent of perplexity (with epsilon, which sparse outputs have too) or partners found, %.
+    """Return what a model has lost: BLEU points, percent of perplexity (with epsilon, which sparse outputs have too) or partners found, %.
 
     Training on gains something by itself: what sparsity costs is the difference to the control's loss.
     """
@@ -284,7 +284,7 @@ def lost(before: dict[str, float], after: dict[str, float]) -> float:
 
 
 def model_name(where: str) -> str:
-    """The run of a folder ``RUN/model``, any other folder by its own name, else the Hub id."""
+    """Name the run of a folder ``RUN/model``, any other folder by its own name, else the Hub id."""
     if not Path(where).is_dir():
         return where
     folder = Path(os.path.abspath(where))  # not resolved: a link has the name it was given

@@ -31,7 +31,7 @@ class Curve:
         self.finished = (folder / "result.json").exists()
 
     def has(self, stage: str, step: int) -> bool:
-        """Whether a point is there."""
+        """Tell whether a point is there."""
         return self.own.has(stage=stage, step=step)
 
     def add(self, stage: str, step: int, found: dict[str, float]) -> None:

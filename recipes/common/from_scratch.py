@@ -82,7 +82,7 @@ def load_or_build(settings: Seq2SeqSettings, texts: Iterable[str], *bounds: str)
 
 
 def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Tokenizer, models, and what kind they are; kinds that differ are joined by ``+``.
+    """Load tokenizer and models, and say what kind they are; kinds that differ are joined by ``+``.
 
     Raises:
         ValueError: if a folder is not there, or the models do not know the same symbols.
@@ -101,7 +101,7 @@ def load_ensemble(folders: list[str]) -> tuple[Any, list[Any], dict[str, Any]]:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """A BPE of all texts; ``▁`` marks the beginnings of words, as SentencePiece does."""
+    """Train a BPE of all texts; ``▁`` marks the beginnings of words, as SentencePiece does."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()
     pieces = [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
@@ -114,7 +114,7 @@ def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def seq2seq_tokenizer(tokenizer: Tokenizer, special: list[str] | None = None) -> PreTrainedTokenizerFast:
-    """For Transformers, with ``<pad>``, ``</s>``, ``<unk>`` as tokens 0, 1, 2; every text ends in ``</s>``."""
+    """Make a tokenizer for Transformers, with ``<pad>``, ``</s>``, ``<unk>`` as tokens 0, 1, 2; every text ends in ``</s>``."""
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -129,7 +129,7 @@ def seq2seq_tokenizer(tokenizer: Tokenizer, special: list[str] | None = None) ->
 def build_seq2seq(
     settings: ShapeSettings, vocabulary: int, longest: int, architecture: str = "bart", **config: Any
 ) -> Any:
-    """An encoder-decoder in the shape of a known family.
+    """Build an encoder-decoder in the shape of a known family.
 
     Args:
         settings: width, layers, heads, dropout.
@@ -162,13 +162,13 @@ def build_seq2seq(
 
 
 def build_bert(vocabulary: int, width: int, layers: int, heads: int, longest: int, **config: Any) -> Any:
-    """A BERT that tells classes of sequences of at most ``longest`` tokens; ``config`` says what is to be different."""
+    """Build a BERT that tells classes of sequences of at most ``longest`` tokens; ``config`` says what is to be different."""
     sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 4 * width, "pad_token_id": 0}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": longest}
     return BertForSequenceClassification(BertConfig(**{**sizes, **config}))
 
 
 def write_at_most(model: Any, tokens: int) -> Any:
-    """A model that generates so many tokens where nobody says otherwise; pretrained ones would stop after 20."""
+    """Let a model generate so many tokens where nobody says otherwise; pretrained ones would stop after 20."""
     model.generation_config.max_length, model.generation_config.max_new_tokens = None, tokens
     return model

@@ -15,7 +15,7 @@ from hf_entmax.ops import entmax
 def head_statistics(
     model: Any, batches: Iterable[dict[str, Any]], only: Container[str] | None = None
 ) -> dict[str, float]:
-    """Means over the heads, on every process alike.
+    """Measure means over the heads, on every process alike.
 
     Args:
         model: patched or plain, not wrapped.
@@ -44,7 +44,7 @@ def head_statistics(
 
 @torch.no_grad()
 def output_support(members: Sequence[Any], batches: Iterable[dict[str, Any]]) -> float:
-    """Mean number of symbols with a probability above 0 where the reference stands, on every process alike.
+    """Count the symbols with a probability above 0 where the reference stands, on every process alike.
 
     Args:
         members: encoder-decoder models, not wrapped; the probabilities of several are averaged.

@@ -94,7 +94,7 @@ class TextConfig:
 
 
 def smoke_config(study: str) -> dict[str, Any]:
-    """A few seconds of everything."""
+    """Return a configuration for a few seconds of everything."""
     if study == "text":
         return {"study": "text", "data": "english_verbs", "limit": 96, "epochs": 1, "seeds": [0], "hidden": 16}
     small = {"seeds": [0], "folds": 2, "steps": 10, "l2": [1e-2], "lams": [0.0], "qs": [1.0]}
@@ -102,7 +102,7 @@ def smoke_config(study: str) -> dict[str, Any]:
 
 
 def build_config(values: dict[str, Any]) -> Any:
-    """The configuration of the study that ``values["study"]`` names.
+    """Make the configuration of the study that ``values["study"]`` names.
 
     Raises:
         ValueError: for keys that the study does not have.

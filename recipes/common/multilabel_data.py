@@ -29,7 +29,7 @@ class Split:
         return len(self.labels)
 
     def rows(self, index: Tensor) -> Split:
-        """The rows of that index."""
+        """Return the rows of that index."""
         return Split(self.features[index], self.labels[index])
 
 
@@ -43,7 +43,7 @@ def _open(path: Path) -> io.StringIO:
 
 
 def read_mulan(name: str) -> tuple[Split, Split]:
-    """The published training and test rows of a Mulan data set, features standardised by the training rows.
+    """Read the published training and test rows of a Mulan data set, features standardised by the training rows.
 
     Nominal features become one column per value. The labels are the attributes that the XML file names.
 
@@ -94,7 +94,7 @@ def synthetic_documents(
     vocabulary: int = 10,
     n_labels: int = 10,
 ) -> Split:
-    """Bags of words with sets of topics, by ``sklearn.datasets.make_multilabel_classification``.
+    """Draw bags of words with sets of topics, by ``sklearn.datasets.make_multilabel_classification``.
 
     Args:
         counts: the numbers of labels that rows have, each equally often; None leaves them Poisson distributed.
@@ -160,7 +160,7 @@ def load_texts(config: Any) -> TextData:
 
 
 def read_texts(files: dict[str, str], text_column: int, label_column: int, limit: int | None) -> TextData:
-    """Texts with semicolon-separated labels from TSV files, plain or gzipped.
+    """Read texts with semicolon-separated labels from TSV files, plain or gzipped.
 
     Args:
         files: paths by split name; ``"train"`` fixes the characters and the labels.
@@ -180,7 +180,7 @@ def read_texts(files: dict[str, str], text_column: int, label_column: int, limit
 
 
 def english_verb_texts(limit: int | None = None) -> TextData:
-    """Forms of English verbs with the names of the cells they fill: a small text task that needs no download."""
+    """Read forms of English verbs with the names of the cells they fill: a small text task that needs no download."""
     cells = ("lemma", "third_person", "past", "past_participle", "present_participle")
     filled: dict[str, set[str]] = {}
     for row in read_rows(str(Path(__file__).parents[1] / "data" / "english_verbs.tsv"), cells, blank=True):
@@ -195,7 +195,7 @@ def english_verb_texts(limit: int | None = None) -> TextData:
 
 
 def _encoded(tables: dict[str, list[tuple[str, list[str]]]], known: list[tuple[str, list[str]]]) -> TextData:
-    """Texts and labels as tensors; what ``known`` has not is the unknown character 2, and no label."""
+    """Make tensors of texts and labels; what ``known`` has not is the unknown character 2, and no label."""
     characters = sorted({character for text, _ in known for character in text})
     labels = sorted({label for _, own in known for label in own})
     index, place = {c: i + 3 for i, c in enumerate(characters)}, {label: i for i, label in enumerate(labels)}

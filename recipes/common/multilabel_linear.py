@@ -18,7 +18,7 @@ from hf_entmax.losses.multilabel import multilabel_loss, multilabel_predict, mul
 
 
 def mappings_of(method: str, config: LinearConfig) -> list[str]:
-    """The mapping specifications among which a method is tuned."""
+    """List the mapping specifications among which a method is tuned."""
     mapping, candidates, _ = METHODS[method]
     return [mapping.format(value) for value in (getattr(config, candidates) if candidates else [None])]
 
@@ -56,7 +56,7 @@ def fit(data: Split, included: Tensor, l2: Tensor, mapping: str, config: LinearC
 
 
 def logits_of(data: Split, weights: Tensor) -> Tensor:
-    """``[..., N, K]`` for weights ``[..., F + 1, K]``."""
+    """Compute logits ``[..., N, K]`` for weights ``[..., F + 1, K]``."""
     return data.features @ weights[..., :-1, :] + weights[..., -1:, :]
 
 
@@ -117,7 +117,7 @@ def with_extra_label(data: Split) -> Split:
 
 
 def linear_tasks(config: LinearConfig) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Every run of a linear study as its key in the results and a function that makes its (train, test) rows."""
+    """Yield every run of a linear study as its key in the results and a function that makes its (train, test) rows."""
     if config.study == "mulan":
         for name, seed, empty in itertools.product(config.datasets, config.seeds, config.empty_rows):
             if empty == "ignore" or not bool((read_mulan(name)[0].labels.sum(-1) > 0).all()):
@@ -142,7 +142,7 @@ def linear_tasks(config: LinearConfig) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def run_linear(config: LinearConfig, results: MultilabelResults) -> None:
-    """All runs of a linear study that the results do not hold yet."""
+    """Do all runs of a linear study that the results do not hold yet."""
     for key, make in linear_tasks(config):
         todo = [m for m in config.methods if not results.has(study=config.study, method=m, **key)]
         if not todo:

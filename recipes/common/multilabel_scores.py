@@ -18,7 +18,7 @@ FIELDS = (*KEY, *MEASURES, "chosen", "n_train", "n_test", "seconds", "command", 
 
 
 def f1(predicted: Tensor, labels: Tensor, average: str = "micro") -> float:
-    """F1 with the counts pooled over the labels (micro), or per label, averaged (macro).
+    """Compute F1 with the counts pooled over the labels (micro), or per label, averaged (macro).
 
     Args:
         predicted: bool ``[N, K]``.
@@ -29,7 +29,7 @@ def f1(predicted: Tensor, labels: Tensor, average: str = "micro") -> float:
 
 
 def jensen_shannon(probs: Tensor, labels: Tensor) -> float:
-    """Mean Jensen-Shannon divergence (in nats, at most log 2) between predictions and the uniform label distributions.
+    """Compute the mean Jensen-Shannon divergence (in nats, at most log 2) between predictions and the uniform label distributions.
 
     Args:
         probs: ``[N, K]``.
@@ -40,7 +40,7 @@ def jensen_shannon(probs: Tensor, labels: Tensor) -> float:
 
 
 def score(probs: Tensor, predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """All scores of one test set; ``probs`` and ``predicted`` ``[N, K]``."""
+    """Compute all scores of one test set; ``probs`` and ``predicted`` ``[N, K]``."""
     return {
         "micro_f1": round(f1(predicted, labels), 4),
         "macro_f1": round(f1(predicted, labels, "macro"), 4),
@@ -56,7 +56,7 @@ DENSE = ("softmax", "entmax(alpha=1)")
 
 
 def best_threshold(logits: Tensor, labels: Tensor, output: str, candidates: list[float]) -> tuple[float, float | None]:
-    """Validation micro-F1 and the threshold that gives it; None, the support, for sparse outputs."""
+    """Return the best validation micro-F1 and its threshold; None, the support, for sparse outputs."""
     options: list[float | None] = list(candidates) if output in DENSE else [None]
     scores = [f1(multilabel_predict(logits, output, threshold=t), labels) for t in options]
     best = max(range(len(options)), key=scores.__getitem__)

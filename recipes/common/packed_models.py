@@ -92,7 +92,7 @@ def save(model: Any, arrays: dict[str, np.ndarray], out: Path, *processors: Any)
 
 
 def write_whisper(*folders: Path) -> None:
-    """Whisper as CTranslate2 keeps it: ``model.bin``, perhaps in several folders' parts, with its tokenizer in the first of them.
+    """Write Whisper as CTranslate2 keeps it: ``model.bin``, perhaps in several folders' parts, with its tokenizer in the first of them.
 
     The last folder is the one to write.
     """
@@ -165,7 +165,10 @@ def write_whisper(*folders: Path) -> None:
 
 
 def write_moonshine(folder: Path, out: Path) -> None:
-    """Moonshine tiny as ONNX Runtime keeps it, 8-bit weights: ``encoder_model.ort``, ``decoder_model_merged.ort``, ``tokenizer.bin``."""
+    """Write Moonshine tiny as ONNX Runtime keeps it, 8-bit weights: ``encoder_model.ort``, ``decoder_model_merged.ort``.
+
+    Its tokens are in ``tokenizer.bin``.
+    """
     state: dict[str, np.ndarray] = {}
     for side in SIDES:
         file = folder / {"encoder": "encoder_model.ort", "decoder": "decoder_model_merged.ort"}[side]
@@ -245,7 +248,7 @@ def sentencepiece_tokenizer(pieces: list[bytes]) -> PreTrainedTokenizerFast:
 
 
 def write_g2p(folder: Path, out: Path) -> None:
-    """The BART of ``oov_bart_en_us.npz``, from letters to phonemes.
+    """Write the BART of ``oov_bart_en_us.npz``, from letters to phonemes.
 
     It has one table of embeddings in which a number means a letter to the encoder and a phoneme to the decoder. Here both
     share one tokenizer of characters, and each side has a table of its own; characters that are no phonemes are never written.
@@ -311,7 +314,7 @@ def read_dictionary(path: Path) -> dict[str, list[str]]:
 
 
 def write_titles(folder: Path, out: Path) -> None:
-    """A flan-t5-small, 8-bit weights: ``encoder.onnx``, ``decoder.onnx``, ``tokenizer.json``."""
+    """Write a flan-t5-small, 8-bit weights: ``encoder.onnx``, ``decoder.onnx``, ``tokenizer.json``."""
     state: dict[str, np.ndarray] = {}
     for side in SIDES:
         graph = read_onnx(folder / f"{side}.onnx")

@@ -17,7 +17,7 @@ TABLES = ("position_embeddings", "embed_positions", "wpe")
 
 
 def longest(model: Any) -> int | None:
-    """How many tokens a model can see; None where positions are relative and nothing bounds them.
+    """Return how many tokens a model can see; None where positions are relative and nothing bounds them.
 
     Args:
         model: from Transformers, or a part of one such as its encoder.
@@ -32,7 +32,7 @@ def longest(model: Any) -> int | None:
 
 
 def _places(table: nn.Embedding) -> int:
-    """Positions of a table without those it keeps for something else."""
+    """Count the positions of a table without those it keeps for something else."""
     if hasattr(table, "offset"):  # BART and OPT
         return table.num_embeddings - int(table.offset)
     # RoBERTa counts from behind the position of padding.
@@ -57,7 +57,7 @@ def check_length(model: Any, tokens: int, what: str) -> None:
 
 
 def _change_by_later_tokens(model: Any) -> float:
-    """How much what a model makes of a token depends on later ones: logits, or the last layer of a model without a head.
+    """Measure how much what a model makes of a token depends on later ones: logits, or the last layer of a model without a head.
 
     Args:
         model: its training flag and the random numbers are left as they are.

@@ -63,7 +63,7 @@ def show(measures: dict[str, Any]) -> None:
 
 
 def strict_json(row: dict[str, Any]) -> str:
-    """JSON that every reader takes: a number that is not finite becomes null, and ``not_finite`` says what it was.
+    """Write JSON that every reader takes: a number that is not finite becomes null, and ``not_finite`` says what it was.
 
     {"perplexity": null, "not_finite": {"perplexity": "inf"}}
     """
@@ -101,7 +101,7 @@ def write_card(
 
 
 def name_of(where: str) -> str:
-    """What a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
+    """Return what a card calls the data: the data set of the Hub, else the folder that holds the files, else the file."""
     if where.startswith(HUB):
         return where.removeprefix(HUB).partition("@")[0].partition("#")[0]
     fixed = where.partition("{")[0]

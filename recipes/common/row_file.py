@@ -51,7 +51,7 @@ class Results:
                 self.rows = list(reader)
 
     def has(self, **key: Any) -> bool:
-        """Whether a run is there already; what is not given may be anything."""
+        """Tell whether a run is there already; what is not given may be anything."""
         return any(all(row[name] == str(value) for name, value in key.items()) for row in self.rows)
 
     def add(self, **values: Any) -> None:
@@ -75,7 +75,7 @@ class Results:
 
 
 def hardware() -> str:
-    """The processor or GPU, and how many threads were used."""
+    """Name the processor or GPU, and how many threads were used."""
     from hf_entmax.bench.timing import device_name
 
     names = [device_name("cpu"), *([device_name("cuda")] if torch.cuda.is_available() else [])]
@@ -83,7 +83,7 @@ def hardware() -> str:
 
 
 def command(without: Sequence[str] = (), lists: Sequence[str] = (), module: str = "") -> str:
-    """How the recipe was called, or a module.
+    """Return how the recipe was called, or a module.
 
     Args:
         without: options to leave out with their value (folders of this machine).
@@ -106,12 +106,12 @@ def command(without: Sequence[str] = (), lists: Sequence[str] = (), module: str 
 
 
 def origin(without: Sequence[str] = (), lists: Sequence[str] = (), packages: Sequence[str] = ()) -> dict[str, str]:
-    """By which command (see `command`), on what and with which versions a row was made."""
+    """Say by which command (see `command`), on what and with which versions a row was made."""
     return {"command": command(without, lists), "hardware": hardware(), "versions": versions(*packages)}
 
 
 def versions(*more: str) -> str:
-    """Versions of what computed the numbers; ``more`` names further packages."""
+    """List versions of what computed the numbers; ``more`` names further packages."""
     import hf_entmax
 
     named = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", *more)]

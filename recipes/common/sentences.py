@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 def read_text_pairs(where: str, source: str, target: str) -> list[Pair]:
-    """Texts and what means the same: two columns of a file, or two parallel files where ``where`` contains ``{lang}``.
+    """Read texts and what means the same: two columns of a file, or two parallel files where ``where`` contains ``{lang}``.
 
     A list of sentences in the first column is one text; of a list in the second, such as the summaries that several people
     wrote, the first is the partner.
@@ -55,7 +55,7 @@ def check_pooling(folder: str) -> None:
 
 
 def pair_batch(pairs: Sequence[Pair], tokenizer: Any, longest: int) -> dict[str, Tensor]:
-    """Texts and then their partners, cut to ``longest`` tokens: row ``i`` belongs to row ``i + n``."""
+    """Tokenize texts and then their partners, cut to ``longest`` tokens: row ``i`` belongs to row ``i + n``."""
     return _tokens([text for text, _ in pairs] + [partner for _, partner in pairs], tokenizer, longest)
 
 
@@ -64,7 +64,7 @@ def _tokens(texts: list[str], tokenizer: Any, longest: int) -> dict[str, Tensor]
 
 
 def embeddings(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over the tokens, of length 1: ``[rows, D]``."""
+    """Return the mean over the tokens, of length 1: ``[rows, D]``."""
     return _pooled(model(**batch).last_hidden_state, batch["attention_mask"])
 
 
@@ -74,7 +74,7 @@ def _pooled(states: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def embed(model: Any, texts: Sequence[str], tokenizer: Any, longest: int, size: int = 32) -> Tensor:
-    """The embeddings of texts in their order, those of like length together: ``[texts, D]``, on the CPU."""
+    """Embed texts in their order, those of like length together: ``[texts, D]``, on the CPU."""
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     rows = torch.empty(0)
     for start in range(0, len(order), size):
@@ -118,12 +118,12 @@ def add_contrast(model: Any) -> None:
 
 
 def cosine_distance(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Tensor:
-    """How far the score of a text with itself falls, nats: ``SCALE (1 - cosine)``, mean over embeddings ``[rows, D]``."""
+    """Measure how far the score of a text with itself falls, nats: ``SCALE (1 - cosine)``, mean over embeddings ``[rows, D]``."""
     return SCALE * (1 - (student * teacher).sum(-1)).mean()
 
 
 def retrieval(similarities: Tensor) -> dict[str, float]:
-    """How well each text finds its partner among all, from ``[texts, partners]``: accuracy and mean reciprocal rank.
+    """Measure how well each text finds its partner among all, from ``[texts, partners]``: accuracy and mean reciprocal rank.
 
     Partners that are as similar as the right one, or not a number, stand before it.
     """

@@ -20,7 +20,7 @@ def names_of_sets(places: list[str]) -> list[str]:
 
 
 def encode_pairs(pairs: Pairs, tokenizer: Any, longest: int) -> tuple[list[dict[str, list[int]]], int]:
-    """Token ids of pairs, and how many were left out because a side is too long."""
+    """Encode pairs, and count how many were left out because a side is too long."""
     sources = tokenizer([source for source, _ in pairs])["input_ids"]
     targets = tokenizer(text_target=[target for _, target in pairs])["input_ids"]
     both = zip(sources, targets, strict=True)
@@ -43,7 +43,7 @@ def decode(predictions: Any, tokenizer: Any) -> list[str]:
 
 
 def generate(model: Any, sources: list[list[int]], tokenizer: Any, size: int, **options: Any) -> list[str]:
-    """What ``generate()`` makes of token ids, in their order, on all processes.
+    """Collect what ``generate()`` makes of token ids, in their order, on all processes.
 
     Args:
         model: not wrapped.
@@ -62,13 +62,13 @@ def generate(model: Any, sources: list[list[int]], tokenizer: Any, size: int, **
 
 
 def translate(model: Any, pairs: Pairs, tokenizer: Any, longest: int, beams: int) -> list[str]:
-    """Translations of the sources, of at most ``longest`` tokens; sources that are longer are cut, none is left out."""
+    """Translate the sources, of at most ``longest`` tokens; sources that are longer are cut, none is left out."""
     sources = tokenizer([source for source, _ in pairs], truncation=True, max_length=longest)["input_ids"]
     return generate(model, sources, tokenizer, 64, num_beams=beams, max_new_tokens=longest)
 
 
 def bleu_and_chrf(hypotheses: list[str], pairs: Pairs) -> dict[str, float]:
-    """See sacrebleu for their signatures."""
+    """Score by sacrebleu, which has their signatures."""
     references = [[target for _, target in pairs]]
     return {
         "bleu": sacrebleu.corpus_bleu(hypotheses, references).score,

@@ -64,7 +64,7 @@ def _mapie() -> Any:
 
 
 def entmax_sets(alphas: Sequence[float]) -> Method:
-    """Supports of entmax; of several alphas the one with the smallest sets for a quarter of the calibration data."""
+    """Take supports of entmax; of several alphas the one with the smallest sets for a quarter of the calibration data."""
 
     def method(logits: Tensor, labels: Tensor, test: Tensor, delta: float) -> Tensor:
         best, rest = alphas[0], slice(None)
@@ -103,7 +103,7 @@ class _Softmax:
 
 
 def _raps() -> Any:
-    """RAPS of MAPIE, but for the examples that choose its penalty: a random fifth of all instead of each class, as one may be rare."""
+    """Make RAPS of MAPIE, but for the examples that choose its penalty: a random fifth of all instead of each class, as one may be rare."""
     from mapie.conformity_scores import RAPSConformityScore
 
     class RandomFifth(RAPSConformityScore):
@@ -118,7 +118,7 @@ def _raps() -> Any:
 
 
 def mapie_sets(score: str) -> Method:
-    """APS (Romano et al. 2020) or RAPS (Angelopoulos et al. 2021) on the softmax of the logits, by MAPIE."""
+    """Take APS (Romano et al. 2020) or RAPS (Angelopoulos et al. 2021) on the softmax of the logits, by MAPIE."""
 
     def method(logits: Tensor, labels: Tensor, test: Tensor, delta: float) -> Tensor:
         mapie = _mapie()
@@ -134,7 +134,7 @@ def mapie_sets(score: str) -> Method:
 
 
 def methods_of(alpha: float) -> dict[str, Method]:
-    """The methods for a model with this output alpha, by name."""
+    """Return the methods for a model with this output alpha, by name."""
     if alpha > 1:
         return {f"entmax {alpha:g}": entmax_sets([alpha]), "entmax, alpha chosen": entmax_sets(ALPHAS)}
     found = {"entmax 1.5": entmax_sets(ALPHAS[:1]), "entmax, alpha chosen": entmax_sets(ALPHAS)}
@@ -142,7 +142,7 @@ def methods_of(alpha: float) -> dict[str, Method]:
 
 
 def splits(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Which examples calibrate and which test, in each of `SPLITS` random splits."""
+    """Draw which examples calibrate and which test, in each of `SPLITS` random splits."""
     generator = torch.Generator().manual_seed(seed)
     half = min(count // 2, MOST[0])
     orders = [torch.randperm(count, generator=generator) for _ in range(SPLITS)]
@@ -150,7 +150,7 @@ def splits(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def measure(hits: list[Tensor], sizes: list[Tensor]) -> dict[str, Any]:
-    """Coverage and sizes of the sets of every split, ``[test]`` each; shares in %.
+    """Measure coverage and sizes of the sets of every split, ``[test]`` each; shares in %.
 
     Size-stratified coverage is that of the sets of similar size, over all splits; the worst is taken over the strata that
     hold at least one set in a hundred (Angelopoulos et al. 2021).
@@ -179,7 +179,7 @@ def measure(hits: list[Tensor], sizes: list[Tensor]) -> dict[str, Any]:
 
 
 def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequence[float], seed: int) -> list[dict]:
-    """A record for every coverage and method.
+    """Make a record for every coverage and method.
 
     Args:
         logits: of held-out examples, float ``[n, V]``.
@@ -205,7 +205,7 @@ def measure_labels(logits: Tensor, labels: Tensor, alpha: float, wanted: Sequenc
 def measure_sequences(
     model: Any, examples: list[dict[str, list[int]]], tokenizer: Any, settings: Any
 ) -> list[dict[str, Any]]:
-    """Records for an encoder-decoder: sets of one step of each answer, drawn at random, and of whole answers.
+    """Make records for an encoder-decoder: sets of one step of each answer, drawn at random, and of whole answers.
 
     Where some inputs have several answers, the sets of whole answers are also calibrated input by input: ``any answer`` promises
     that one of them is in the set, ``every answer`` that all are; ``every of several`` says how often the sets of ``any answer``
@@ -256,7 +256,7 @@ def measure_sequences(
 def measure_variants(
     scores: Tensor, inputs: Sequence[Sequence[int]], wanted: Sequence[float], seed: int, listed: Listing
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Units with their records as `measure_sequences` says; none where no input has several answers.
+    """Yield units with their records as `measure_sequences` says; none where no input has several answers.
 
     An input stands for all of its answers, so that those of one input are never apart: on both sides of a split.
     """
@@ -288,7 +288,7 @@ def measure_variants(
 
 
 def measure_answers(scores: Tensor, wanted: Sequence[float], seed: int, listed: Listing) -> list[dict[str, Any]]:
-    """A record for every coverage, for sets of whole answers: those with a score below a threshold.
+    """Make a record for every coverage, for sets of whole answers: those with a score below a threshold.
 
     Coverage is that of all splits; the sets themselves are listed for the first examples that the first split tests, at
     its threshold. Where not all of them could be listed whole, the mean size is a lower bound.

@@ -17,7 +17,7 @@ from hf_entmax.ops.controllable import ATTENTION_MAPPINGS
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a settings class with its help text."""
+    """Make a field of a settings class with its help text."""
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
@@ -76,7 +76,7 @@ class RunSettings:
             self.require(name, getattr(self, name) >= bound, f"at least {bound}")
 
     def entmax(self) -> EntmaxConfig | None:
-        """How the model is to be patched; None where attention and output are softmax."""
+        """Return how the model is to be patched; None where attention and output are softmax."""
         kind, start = self.attention, self.alpha_init
         output = None if self.output_alpha == 1.0 else self.output_alpha
         try:
@@ -102,7 +102,7 @@ class RunSettings:
 
 
 def attention_and_output(model: Any) -> dict[str, Any]:
-    """Attention and output of a model, in the words of the settings."""
+    """Return attention and output of a model, in the words of the settings."""
     if not is_patched(model):
         return {"attention": "softmax", "output_alpha": 1.0}
     config = entmax_config(model)
@@ -170,7 +170,7 @@ def parse(settings_class: type[SettingsT], description: str, arguments: list[str
 
 
 def _words(path: Path) -> list[str]:
-    """The settings of a YAML file as command-line words, so that both are read in the same way."""
+    """Return the settings of a YAML file as command-line words, so that both are read in the same way."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -34,7 +34,7 @@ class Word:
 
 
 def read_words(settings: Any, split: str) -> list[Word]:
-    """All words of a split (``train``, ``dev``, ``test``) in the chosen languages; for a pretrained model without their tags."""
+    """Read all words of a split (``train``, ``dev``, ``test``) in the chosen languages; for a pretrained model without their tags."""
     where = settings.data
     named = settings.train_split if split == "train" else split
     if "{language}" in where:
@@ -60,13 +60,13 @@ def read_words(settings: Any, split: str) -> list[Word]:
 
 
 def read_fields(where: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Columns of a table; a list of tags, as JSON may have it, becomes what tables have: ``V;PST``."""
+    """Read columns of a table; a list of tags, as JSON may have it, becomes what tables have: ``V;PST``."""
     joined = [";" if column == "tags" else " " for column in columns]
     return [tuple(j.join(texts) for j, texts in zip(joined, row, strict=True)) for row in read_lists(where, columns)]
 
 
 def first_of_each(words: list[Word], count: int) -> list[Word]:
-    """At most ``count`` words per language; 0 keeps all."""
+    """Keep at most ``count`` words per language; 0 keeps all."""
     taken: dict[str, int] = defaultdict(int)
     kept = []
     for word in words:
@@ -77,7 +77,7 @@ def first_of_each(words: list[Word], count: int) -> list[Word]:
 
 
 def build_tokenizer(words: list[Word]) -> PreTrainedTokenizerFast:
-    """Single characters, and a special token for every language and tag of the training data."""
+    """Make a tokenizer of single characters, and a special token for every language and tag of the training data."""
     special = sorted({f"<{name}>" for word in words for name in (word.language, *word.tags)})
     characters = sorted({character for word in words for character in word.lemma + word.form})
     vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *special, *characters])}
@@ -110,7 +110,7 @@ def load_or_build(settings: Any, train: list[Word], asked: list[Word]) -> tuple[
 
 
 def encode(words: list[Word], tokenizer: Any, model: Any = None) -> list[dict[str, list[int]]]:
-    """Token ids of questions and answers; these without a start token that ``model`` puts before the labels itself."""
+    """Encode questions and answers; these without a start token that ``model`` puts before the labels itself."""
     sources = tokenizer([word.source for word in words])["input_ids"]
     targets = tokenizer(text_target=[word.form for word in words])["input_ids"]
     start = model.config.decoder_start_token_id if model else None
@@ -118,7 +118,7 @@ def encode(words: list[Word], tokenizer: Any, model: Any = None) -> list[dict[st
 
 
 def accuracy_per_language(words: list[Word], answers: list[str]) -> dict[str, float]:
-    """Share of words that are wholly right, %: as this row has them or, where the same is asked twice, the other."""
+    """Return the share of words that are wholly right, %: as this row has them or, where the same is asked twice, the other."""
     known, right = defaultdict(set), defaultdict(list)
     for word in words:
         known[word.language, word.source].add(word.form)
@@ -128,5 +128,5 @@ def accuracy_per_language(words: list[Word], answers: list[str]) -> dict[str, fl
 
 
 def accuracy(words: list[Word], answers: list[str]) -> float:
-    """The mean over languages, %."""
+    """Return the mean over languages, %."""
     return statistics.fmean(accuracy_per_language(words, answers).values())

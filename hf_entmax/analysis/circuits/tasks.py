@@ -238,7 +238,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 @torch.no_grad()
 def accuracy(model: Any, task: Task) -> float:
-    """Share of the prompts whose metric is above 0: a circuit is worth looking for where the model does the task."""
+    """Return the share of the prompts whose metric is above 0: a circuit is worth looking for where the model does the task."""
     with evaluation_mode(model):
         return float((task.metric(model(**prepare_batch(model, task.batch).inputs)) > 0).float().mean())
 

@@ -78,7 +78,7 @@ class SpeechRecord(TextRecord):
 
 
 def names_sound(data: str | os.PathLike[str]) -> bool:
-    """Whether the columns or fields of a file or of a data set hold sound: one is called ``audio``."""
+    """Tell whether the columns or fields of a file or of a data set hold sound: one is called ``audio``."""
     if str(data).startswith(HUB):
         _, first = next(_data_set(str(data), None), ("", {}))
         return isinstance(first.get("audio"), Mapping)
@@ -263,7 +263,7 @@ class SpeechEncoder(Encoder):
 
 
 def words_of_frames(words: Sequence[tuple[str, float, float]], frames: int, seconds: float) -> Tensor:
-    """Number of the word that is said in the middle of each frame, -1 where none is: long ``[frames]``."""
+    """Find the word that is said in the middle of each frame, by number, -1 where none is: long ``[frames]``."""
     middles = (torch.arange(frames, dtype=torch.float64) + 0.5) * seconds
     found = torch.full((frames,), -1)
     for number, (_, start, end) in enumerate(words):
@@ -272,7 +272,7 @@ def words_of_frames(words: Sequence[tuple[str, float, float]], frames: int, seco
 
 
 def spans_of(record: SpeechRecord) -> list[tuple[int, int]] | None:
-    """Where the words that have times stand in the text, as characters; None where one does not."""
+    """Find where the words that have times stand in the text, as characters; None where one does not."""
     spans: list[tuple[int, int]] = []
     text, place = record.source.lower(), 0
     for word, _, _ in record.words:

@@ -165,7 +165,7 @@ def read_text(where: str, column: str = "text") -> list[str]:
 
 
 def _records(where: str) -> Iterator[tuple[str, Any]]:
-    """Records with what to call them in a complaint."""
+    """Yield records with what to call them in a complaint."""
     if not where.startswith(HUB):
         path = find(where)
         kind = records.kind_of_file(path)

@@ -53,7 +53,7 @@ _READER = "_entmax_reader"
 
 
 def problem() -> str | None:
-    """Why continuous batching of patched models does not work with this version of Transformers, or None."""
+    """Say why continuous batching of patched models does not work with this version of Transformers, or return None."""
     import transformers
 
     for module, owner, method, parameters in _EXPECTED:
@@ -69,7 +69,7 @@ def problem() -> str | None:
 
 
 def has_server() -> bool:
-    """Whether the packages of Transformers' server are installed."""
+    """Tell whether the packages of Transformers' server are installed."""
     from transformers.utils.import_utils import is_serve_available
 
     return is_serve_available()
@@ -152,7 +152,7 @@ def _is_patched(config: Any) -> bool:
 
 
 def patched_anywhere(model: Any) -> bool:
-    """Whether a model's decoder, or all of it, is patched."""
+    """Tell whether a model's decoder, or all of it, is patched."""
     configs = (model.config, model.config.get_text_config())
     return any(getattr(config, CONFIG_KEY, None) is not None or _is_patched(config) for config in configs)
 
@@ -210,7 +210,7 @@ def _create_batch_processor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan_of(generation_config: Any) -> ServingPlan:
-    """What ``cache_config`` of a generation configuration asks for.
+    """Return what ``cache_config`` of a generation configuration asks for.
 
     Raises:
         ValueError: if an option is unknown or not allowed.
@@ -226,7 +226,7 @@ def plan_of(generation_config: Any) -> ServingPlan:
 
 
 def certificate_of(manager: Any) -> Any:
-    """What a manager's requests read and proved, all together."""
+    """Return what a manager's requests read and proved, all together."""
     processor = manager.batch_processor
     if processor is None:
         raise ValueError(
@@ -323,7 +323,7 @@ def sectors_needed(cache: Any, tokens: int) -> int:
 
 
 def capacity(cache: Any) -> int:
-    """The most tokens that one request can have."""
+    """Return the most tokens that one request can have."""
     low, high = 0, cache.max_tokens_read
     while low < high:
         middle = (low + high + 1) // 2

@@ -115,7 +115,7 @@ class LayerReader:
             fresh[pages] = False
 
     def attend(self, call: PagedCall, rows: Rows, query: Tensor, options: AttentionOptions) -> Tensor:
-        """The output ``[B, H, 1, D_v]`` for one query of each of several requests ``[B, H, 1, D]``, counted."""
+        """Compute the output ``[B, H, 1, D_v]`` for one query of each of several requests ``[B, H, 1, D]``, counted."""
         key, value = (held.transpose(0, 1)[None] for held in self._allocator._kv_token_views[self.layer])
         if not self.choice.bits:
             self.choice.start(call.alpha, key.shape[1])  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class LayerReader:
         value: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
-        """The output of neighbouring key heads of the same bits, and their counts ``[3, B, heads]``, nonzero -1 if all is read."""
+        """Compute the output of neighbouring key heads of the same bits, and their counts ``[3, B, heads]``, nonzero -1 if all is read."""
         first, last, bits = run
         alpha = call.alpha
         assert alpha is not None
@@ -167,7 +167,7 @@ class LayerReader:
         return out, step
 
     def _sketched(self, run: tuple[int, int, int], rows: Rows, key: Tensor) -> KeySketch:
-        """The sketch of some key heads, with all pages that are going to be read."""
+        """Return the sketch of some key heads, with all pages that are going to be read."""
         first, last, bits = run
         blocks = rows.blocks
         page = page_of(blocks.size)
@@ -252,7 +252,7 @@ class LayerReader:
             self.book[slot], self.steps[slot] = 0, 0
 
     def certificate(self, slot: int | None = None) -> LayerCertificate:
-        """What the layer read and proved, for one request or for all."""
+        """Return what the layer read and proved, for one request or for all."""
         if slot is None:
             held = sum(
                 int(fresh.sum()) * sketch.nbytes // max(1, sketch.norm.shape[2])
@@ -305,7 +305,7 @@ class PagedReader:
         return self
 
     def slot(self, name: str) -> int:
-        """Where a request is counted."""
+        """Return where a request is counted."""
         if name not in self._slots:
             self._slots[name] = self._free.pop() if self._free else len(self._slots)
         return self._slots[name]
@@ -321,7 +321,7 @@ class PagedReader:
             self.layers[layer].forget(pages)
 
     def certificate(self, name: str | None = None) -> Certificate:
-        """What was read and proved for one request, or for all that there were."""
+        """Return what was read and proved for one request, or for all that there were."""
         slot = None if name is None else self._slots.get(name, -1)
         layers = self.layers.values()
         found = tuple(layer.certificate(slot) for layer in layers) if slot is None or slot >= 0 else ()
@@ -329,7 +329,7 @@ class PagedReader:
         return Certificate(found, {}, sum(t.violations for t in checked), sum(t.verified for t in checked))
 
     def finish(self, name: str) -> Certificate:
-        """The certificate of a request that is over, whose counts are forgotten."""
+        """Return the certificate of a request that is over, and forget its counts."""
         found = self.certificate(name)
         slot = self._slots.pop(name, None)
         if slot is not None:
@@ -345,5 +345,5 @@ def page_of(block: int) -> int:
 
 
 def can_sketch(block: int) -> bool:
-    """Whether blocks of so many keys are whole pages of a sketch, and found by shifts."""
+    """Tell whether blocks of so many keys are whole pages of a sketch, and found by shifts."""
     return block >= 16 and block & (block - 1) == 0

@@ -73,7 +73,7 @@ class PagedStep:
         self._begun: set[int] = set()
 
     def visible_keys(self, module: nn.Module) -> Tensor:
-        """How many keys each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
+        """Count the keys that each query of a module's layer may attend to, int64 ``[1, 1, T_q]``."""
         window = window_of(self.cache.layer_to_allocator[module.layer_idx])
         if window not in self._visible:
             counts = np.concatenate([np.arange(r.past + 1, r.length + 1) for r in self.requests])
@@ -121,7 +121,7 @@ class PagedStep:
         return out
 
     def _decoding(self, allocator: Any, call: PagedCall) -> Rows | None:
-        """The requests with one query, where the paged kernel can take them."""
+        """Return the requests with one query, where the paged kernel can take them."""
         if allocator.index not in self._rows:
             self._rows[allocator.index] = self._find_rows(allocator)
         rows = self._rows[allocator.index]
@@ -173,14 +173,14 @@ class PagedStep:
             self.reader.layers[layer].count_dense(why, slots, lengths, heads)
 
     def _blocks(self, allocator: Any, layer: int, request: Request) -> tuple[Tensor, Tensor]:
-        """All keys and values of a request ``[1, H_kv, T, D]``."""
+        """Gather all keys and values of a request ``[1, H_kv, T, D]``."""
         size = allocator.tokens_per_page
         table = allocator.block_table[request.name][: -(-request.length // size)]
         pages = torch.tensor(table, device=self.cache.device) * page_stride(allocator)
         return tuple(_rows(held[pages].flatten(0, 1)[: request.length]) for held in allocator._kv_page_views[layer])  # type: ignore[return-value]
 
     def _ring(self, allocator: Any, layer: int, request: Request) -> tuple[Tensor, Tensor]:
-        """Those of a window that the queries of this step may see, before the new ones are stored."""
+        """Gather those of a window that the queries of this step may see, before the new ones are stored."""
         window = allocator.sliding_window
         slots = np.arange(max(0, request.past - window + 1), request.past) % window
         table = np.asarray(allocator.block_table[request.name])
@@ -191,12 +191,12 @@ class PagedStep:
 
 @functools.cache
 def paged_kernel(backend: str) -> bool:
-    """Whether a kernel that reads keys in blocks runs here."""
+    """Tell whether a kernel that reads keys in blocks runs here."""
     return backend in ("auto", "numba") and available_backends()["numba"].startswith("available")
 
 
 def window_of(allocator: Any) -> int | None:
-    """The window of an allocator's layers, or None."""
+    """Return the window of an allocator's layers, or None."""
     return getattr(allocator, "sliding_window", None)
 
 
@@ -206,5 +206,5 @@ def page_stride(allocator: Any) -> int:
 
 
 def _rows(tokens: Tensor) -> Tensor:
-    """``[T, H_kv, D]`` as ``[1, H_kv, T, D]``."""
+    """View ``[T, H_kv, D]`` as ``[1, H_kv, T, D]``."""
     return tokens.transpose(0, 1)[None]

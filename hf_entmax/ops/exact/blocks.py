@@ -41,13 +41,13 @@ class BlockTable:
         return np.stack([np.zeros(len(self.lengths), np.int32), self.lengths.numpy()], 1)
 
     def rows(self, sequence: int) -> Tensor:
-        """The rows of a sequence's keys, int64 ``[T]``."""
+        """Return the rows of a sequence's keys, int64 ``[T]``."""
         length = int(self.lengths[sequence])
         first = self.tables[sequence, : -(-length // self.size)].long() * self.stride
         return (first[:, None] + torch.arange(self.size)).flatten()[:length]
 
     def pages(self, sequence: int, size: int) -> Tensor:
-        """The places of a sequence's sketched pages of ``size`` keys in the sketch of the buffer, int64 ``[n]``."""
+        """Return the places of a sequence's sketched pages of ``size`` keys in the sketch of the buffer, int64 ``[n]``."""
         count, per_block = int(self.sketched[sequence]) // size, self.size // size
         first = self.tables[sequence, : -(-count // per_block)].long() * per_block
         return (first[:, None] + torch.arange(per_block)).flatten()[:count]

@@ -83,7 +83,7 @@ def _one(
     options: AttentionOptions,
     backend: Backend,
 ) -> tuple[Tensor, SparseCounts]:
-    """The same for one sequence, gathered."""
+    """Attend to the keys of one sequence, gathered."""
     rows = blocks.rows(sequence).to(key.device)
     key, value = key.index_select(2, rows), value.index_select(2, rows)
     if sketch is not None:

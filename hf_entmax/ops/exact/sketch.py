@@ -161,7 +161,7 @@ class KeySketch:
             kept[:, :, places] = fresh
 
     def select(self, places: Tensor) -> KeySketch:
-        """A sketch of the pages in some places, int64 ``[n]``, one after the other."""
+        """Make a sketch of the pages in some places, int64 ``[n]``, one after the other."""
         parts = [t.index_select(2, places) for t in self._tensors()]
         return dataclasses.replace(
             self, **dict(zip(("codes", "low", "step", "norm"), parts, strict=True)), length=len(places) * self.page_size
