@@ -125,6 +125,16 @@ def enlarged(model):
     return model.eval()
 
 
+def sharp(family, seed=0):
+    """Random weights with scores that differ, so that alpha matters."""
+    model = build(family, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.", "query", "key")):
+                parameter.mul_(1.5)
+    return model
+
+
 def bert_pair():
     """An encoder and a decoder of BERT, with cross-attention, as one model."""
     sizes = build("bert").config.to_dict() | {"is_decoder": True, "add_cross_attention": True}

@@ -28,17 +28,8 @@ def data(tmp_path):
 
 
 def settings(data, out, **changes):
-    small = {
-        "width": 16,
-        "heads": 2,
-        "layers": 1,
-        "batch_size": 6,
-        "epochs": 2,
-        "lr": 0.01,
-        "warmup": 20,
-        "dropout": 0.0,
-    }
-    small |= {"train": data, "dev": data, "test": data, "split_column": "split", "text": "form", "label": "lang"}
+    small = runs.SMALL | runs.same(data) | {"width": 16, "batch_size": 6, "epochs": 2}
+    small |= {"split_column": "split", "text": "form", "label": "lang"}
     return classification.Settings(out=str(out), **{**small, **changes})
 
 

@@ -5,7 +5,6 @@ import importlib
 import json
 from pathlib import Path
 
-import fresh
 import pytest
 import recipe_runs as runs
 import torch
@@ -17,7 +16,6 @@ from common.trainer import last_checkpoint
 from hf_entmax import alphas
 from hf_entmax.analysis.reading.trajectory import read_trajectory
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 LEMMAS = ("lar", "mir", "tol", "sen", "ruk", "pim", "dov", "gal")
 SMALL = "--width 16 --heads 2 --layers 1 --batch_size 4 --epochs 2 --lr 0.01 --warmup 4"
 SPARSE = "--attention learned --output_alpha 1.5 --dropout 0.3 --checkpoint_steps 1 --log_steps 1"
@@ -83,27 +81,6 @@ def seconds(folder):
     return runs.read(folder / "trainer_state.json")["stateful_callbacks"]["Pace"]["attributes"]["seconds"]
 
 
-# Each recipe in a fork of one process, killed with SIGKILL in its fourth step, in the middle of the second epoch.
-DRIVER = """
-import importlib, json, os, signal, sys
-sys.path.insert(0, {recipes!r})
-from common.settings import parse
-from common.trainer import Pace
-end = Pace.on_step_end
-def end_and_die(self, args, state, control, **kwargs):
-    end(self, args, state, control, **kwargs)
-    if state.global_step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-Pace.on_step_end = end_and_die
-for recipe, options in json.loads(sys.argv[1]).items():
-    if not os.fork():
-        module = importlib.import_module(recipe)
-        module.main(parse(module.Settings, "", options))
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL, recipe
-"""
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """For every recipe: options, among them a folder whose run was killed."""
@@ -112,8 +89,7 @@ def killed(tmp_path_factory):
     for recipe, data in DATA.items():
         given = [*data(folder)[1], *SMALL.split(), *SPARSE.split()]
         options[recipe] = [*given, "--out", str(folder / recipe)]
-    ended = fresh.run(DRIVER.format(recipes=str(RECIPES)), json.dumps(options), environment={"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr
+    runs.kill(options, 4)  # in the middle of the second epoch
     return options
 
 

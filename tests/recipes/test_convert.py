@@ -2,11 +2,9 @@
 
 import dataclasses
 import shlex
-import signal
 import sys
 from pathlib import Path
 
-import fresh
 import pytest
 import recipe_runs as runs
 import torch
@@ -23,22 +21,14 @@ from common.settings import parse
 from hf_entmax import alphas, is_patched, length_scalings, patch_model, set_alphas
 from hf_entmax.analysis.reading.tables import read_pairs, read_text
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
-VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Sentence pairs, and two small softmax models over them that were never trained."""
     folder = tmp_path_factory.mktemp("models")
-    pairs = [(f"Der {n} {v}.", f"The {m} {w}.") for n, m in NOUNS.items() for v, w in VERBS.items()]
-    for side, language in enumerate(("de", "en")):
-        for split in ("train", "dev", "test"):
-            (folder / f"{split}.{language}").write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    runs.write_pairs(folder, train=1, dev=1, test=1)
+    text = (folder / "train.en").read_text()
     for split, times in (("train", 8), ("valid", 3), ("test", 3)):
-        text = "".join(f"{english}\n" for _, english in pairs)
         (folder / f"{split}.txt").write_text(text * times, encoding="utf-8")
     torch.manual_seed(1)
     given = language_modeling.Settings(out="x", vocabulary=300, width=32, heads=2, layers=2, block=24, prompt=8)
@@ -317,7 +307,7 @@ def test_what_a_model_is_called(tmp_path, monkeypatch):
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert model_name("models/mine") == model_name("models/mine/") == "mine"
     assert model_name("openai-community/gpt2") == "openai-community/gpt2"
-    books = sorted((RECIPES / "lab" / "results").glob("convert_??.csv"))
+    books = sorted((runs.RECIPES / "lab" / "results").glob("convert_??.csv"))
     known = [row for book in books for row in rows(book)]
     assert len(known) > 5
     for row in known:
@@ -361,22 +351,6 @@ def test_a_curve_that_cannot_be_written_is_said_before_training(place, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-# The recipe, killed with SIGKILL after a step.
-DRIVER = """
-import os, signal, sys
-sys.path.insert(0, {recipes!r})
-import convert
-from common.trainer import Pace
-end = Pace.on_step_end
-def end_and_die(self, args, state, control, **kwargs):
-    if state.global_step == {step}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    end(self, args, state, control, **kwargs)
-Pace.on_step_end = end_and_die
-convert.main(convert.parse(convert.Settings, convert.__doc__))
-"""
-
-
 def kill_and_resume(whole, folder, forget_processes):
     """Run a conversion in ``whole.out``, and once more in another folder, killed after step 11 and resumed."""
     torch.set_num_threads(1)
@@ -384,9 +358,7 @@ def kill_and_resume(whole, folder, forget_processes):
     forget_processes()
     killed = dataclasses.replace(whole, out=str(folder))
     given = {name: value for name, value in dataclasses.asdict(killed).items() if value not in (None, "", [])}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    ended = fresh.run(DRIVER.format(recipes=str(RECIPES), step=11), *words, environment={"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    runs.kill({"convert": [word for name, value in given.items() for word in (f"--{name}", str(value))]}, 11)
     convert.main(dataclasses.replace(killed, resume=True))
     assert log(folder) == log(whole.out) and len(log(folder)) > 11
     weights = [Path(place, "model", "model.safetensors").read_bytes() for place in (folder, whole.out)]
@@ -404,6 +376,8 @@ def test_a_killed_conversion_goes_on_exactly(place, tmp_path, forget_processes):
 @pytest.mark.parametrize("file", ["convert_wikitext2.yaml", "convert_multi30k.yaml"])
 def test_the_configurations_are_right(file):
     given = parse(
-        convert.Settings, convert.__doc__, ["--config", str(RECIPES / "configs" / file), "--out", "x", "--model", "m"]
+        convert.Settings,
+        convert.__doc__,
+        ["--config", str(runs.RECIPES / "configs" / file), "--out", "x", "--model", "m"],
     )
     assert given.attention == "learned" and given.annealed and given.evaluate_every > 0

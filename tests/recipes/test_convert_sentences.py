@@ -8,8 +8,8 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers as tf
-from recipe_runs import rows
-from test_convert import RECIPES, kill_and_resume
+from recipe_runs import RECIPES, rows
+from test_convert import kill_and_resume
 
 import convert
 from common.conversion_tasks import base_model

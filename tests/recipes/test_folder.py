@@ -25,7 +25,7 @@ def words(tmp_path):
 
 
 def settings(words, out, **changes):
-    small = {"width": 16, "heads": 2, "layers": 1, "batch_size": 8, "epochs": 1, "lr": 0.01, "warmup": 4, "beams": 2}
+    small = runs.SMALL | {"width": 16, "warmup": 4, "dropout": 0.2, "beams": 2}
     return inflection.Settings(data=words, out=str(out), **{**small, **changes})
 
 

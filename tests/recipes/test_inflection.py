@@ -33,17 +33,7 @@ def data(tmp_path):
 
 
 def settings(data, out, **changes):
-    small = {
-        "width": 32,
-        "heads": 2,
-        "layers": 1,
-        "batch_size": 14,
-        "epochs": 1,
-        "lr": 0.01,
-        "warmup": 20,
-        "dropout": 0.0,
-    }
-    return inflection.Settings(data=data, out=str(out), **{**small, **changes})
+    return inflection.Settings(data=data, out=str(out), **{**runs.SMALL, "batch_size": 14, **changes})
 
 
 @pytest.mark.slow

@@ -35,8 +35,7 @@ def data(tmp_path):
 
 
 def settings(data, out, **changes):
-    small = {"vocabulary": 320, "width": 32, "heads": 2, "layers": 1, "block": 24, "prompt": 8, "samples": 4}
-    small |= {"batch_size": 8, "epochs": 1, "lr": 0.01, "warmup": 10}
+    small = runs.SMALL | {"vocabulary": 320, "block": 24, "prompt": 8, "samples": 4, "warmup": 10, "dropout": None}
     return lm.Settings(data=data, out=str(out), **{**small, **changes})
 
 

@@ -30,17 +30,7 @@ def data(tmp_path):
 
 
 def settings(data, out, **changes):
-    small = {
-        "vocabulary": 200,
-        "width": 32,
-        "heads": 2,
-        "layers": 1,
-        "batch_size": 8,
-        "epochs": 1,
-        "lr": 0.01,
-        "warmup": 20,
-    }
-    small |= {"train": data, "dev": data, "test": data, "max_summary": 16, "dropout": 0.0, "beams": 2}
+    small = runs.SMALL | runs.same(data) | {"vocabulary": 200, "max_summary": 16, "beams": 2}
     return summarization.Settings(out=str(out), **{**small, **changes})
 
 

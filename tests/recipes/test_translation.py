@@ -14,35 +14,16 @@ from common.seq2seq import encode_pairs
 from common.settings import make_sparse, parse
 from common.trainer import RecipeTrainer, SimilarLengths, training_arguments
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-NOUNS = {"hund": "dog", "katze": "cat", "vogel": "bird", "fisch": "fish"}
-VERBS = {"läuft": "runs", "schläft": "sleeps", "isst": "eats", "sieht": "sees"}
-
 
 @pytest.fixture
 def data(tmp_path):
-    pairs = [(f"Der {n} {v}.", f"The {m} {w}.") for n, m in NOUNS.items() for v, w in VERBS.items()]
-    for side, language in enumerate(("de", "en")):
-        lines = "".join(pair[side] + "\n" for pair in pairs)
-        (tmp_path / f"train.{language}").write_text(lines * 8, encoding="utf-8")
-        (tmp_path / f"test.{language}").write_text(lines, encoding="utf-8")
-    return tmp_path
+    return runs.write_pairs(tmp_path, train=8, test=1)
 
 
 def settings(data, **changes):
     train, test = str(data / "train.{lang}"), str(data / "test.{lang}")
-    small = {
-        "vocabulary": 60,
-        "width": 48,
-        "heads": 2,
-        "layers": 1,
-        "batch_size": 8,
-        "epochs": 1,
-        "lr": 0.005,
-        "warmup": 40,
-    }
-    given = {"out": str(data / "run"), "max_tokens": 20, "dropout": 0.0, **small, **changes}
+    small = runs.SMALL | {"vocabulary": 60, "width": 48, "lr": 0.005, "warmup": 40, "max_tokens": 20}
+    given = {"out": str(data / "run"), **small, **changes}
     return translation.Settings(train=train, dev=test, test=[test], **given)
 
 
@@ -194,5 +175,5 @@ def test_missing_data_and_wrong_values_name_the_setting():
 
 @pytest.mark.parametrize(("file", "sides", "tests"), [("multi30k", ("de", "en"), 2), ("tatoeba", ("1", "0"), 1)])
 def test_the_configurations_are_right(file, sides, tests):
-    chosen = parse(translation.Settings, "x", ["--config", str(RECIPES / "configs" / f"translation_{file}.yaml")])
+    chosen = parse(translation.Settings, "x", ["--config", str(runs.RECIPES / "configs" / f"translation_{file}.yaml")])
     assert ((chosen.source, chosen.target), len(chosen.test)) == (sides, tests)

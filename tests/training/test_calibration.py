@@ -23,16 +23,6 @@ def _batches(family, seeds=(0, 1)):
     return [tiny.inputs(family, labels=True, seed=seed) for seed in seeds]
 
 
-def _sharp(family):
-    """Random weights with scores that differ, so that alpha matters."""
-    model = tiny.build(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.", "query", "key")):
-                parameter.mul_(1.5)
-    return model
-
-
 def _mean(model, batches):
     """By the definition: every label counts the same."""
     model.eval()
@@ -53,7 +43,7 @@ def _mean(model, batches):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget, scaling", [(0.0, "none"), (0.02, "none"), (0.02, "constant")])
 def test_the_budget_holds_and_only_alphas_move(family, budget, scaling):
-    model = patch_model(_sharp(family), length_scaling=scaling).train()
+    model = patch_model(tiny.sharp(family), length_scaling=scaling).train()
     batches = _batches(family)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -72,7 +62,7 @@ def test_the_budget_holds_and_only_alphas_move(family, budget, scaling):
 
 
 def test_batches_that_were_not_fitted_judge():
-    model = patch_model(_sharp("llama"))
+    model = patch_model(tiny.sharp("llama"))
     batches = _batches("llama", seeds=tuple(range(8)))
     calibrate_alphas(model, batches, 0.0, steps=40, learning_rate=0.5)
     own, judges = ([batches[i] for i in range(8) if (i % 4 == 3) == chosen] for chosen in (False, True))
@@ -85,7 +75,7 @@ def test_batches_that_were_not_fitted_judge():
 
 
 def test_density_is_what_the_model_shows():
-    model = patch_model(_sharp("llama"))
+    model = patch_model(tiny.sharp("llama"))
     batches = _batches("llama", seeds=(0,))
     result = calibrate_alphas(model, batches, 0.05, steps=0)
     with torch.no_grad():
@@ -100,14 +90,14 @@ def test_density_is_what_the_model_shows():
 def test_a_larger_budget_is_never_denser():
     found = []
     for budget in (0.001, 0.05):
-        model = patch_model(_sharp("bert"))
+        model = patch_model(tiny.sharp("bert"))
         found.append(calibrate_alphas(model, _batches("bert"), budget, steps=0).mean_density)
     assert found[1] <= found[0]
 
 
 @pytest.mark.parametrize("tie", ["layer", "model"])
 def test_shared_alphas_stay_shared(tie):
-    model = patch_model(_sharp("llama"), tie=tie)
+    model = patch_model(tiny.sharp("llama"), tie=tie)
     result = calibrate_alphas(model, _batches("llama"), 0.02, steps=2)
     rows = result.alphas["decoder_self"]
     assert torch.equal(rows, rows[:, :1].expand_as(rows))
@@ -115,14 +105,14 @@ def test_shared_alphas_stay_shared(tie):
 
 
 def test_attention_that_was_left_alone_stays_softmax():
-    model = patch_model(_sharp("llama"), layers=(1,))
+    model = patch_model(tiny.sharp("llama"), layers=(1,))
     result = calibrate_alphas(model, _batches("llama"), 0.02, steps=2)
     assert (result.alphas["decoder_self"][0] == 1).all() and (result.alphas["decoder_self"][1] > 1).all()
     assert (result.density["decoder_self"][0] == 1).all()
 
 
 def test_the_result_is_saved_and_shown_and_goes_with_the_patch(tmp_path):
-    model = patch_model(_sharp("llama"))
+    model = patch_model(tiny.sharp("llama"))
     result = calibrate_alphas(model, _batches("llama"), 0.02, steps=0)
     model.save_pretrained(tmp_path)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -157,7 +147,7 @@ def test_a_model_without_a_head_takes_a_loss_of_its_own():
 
 def test_what_only_the_batches_that_judge_allow_is_drawn_back():
     torch.manual_seed(0)
-    model = patch_model(_sharp("bert"))
+    model = patch_model(tiny.sharp("bert"))
     batches = [{n: v for n, v in batch.items() if n != "labels"} for batch in _batches("bert")]
     with torch.no_grad(), softmax_attention(model):
         wanted = [model(**batch).logits for batch in batches]
@@ -179,7 +169,7 @@ def _at(vector, place, softening):
 
 
 def test_densities_of_the_grid_are_those_of_the_alphas_themselves():
-    model = patch_model(_sharp("llama")).eval()
+    model = patch_model(tiny.sharp("llama")).eval()
     vector = AlphaVector(model)
     batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
     table = measure_sensitivity(model, [batch], [24], lambda m, b: m(**b).loss, vector)
@@ -206,7 +196,7 @@ def test_what_is_tried_of_long_rows_is_bounded(queries, keys):
 @pytest.mark.parametrize("options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}])
 def test_temperatures_follow_the_alphas(options):
     """The densities foreseen are those of the model, and other heads keep a factor of 1."""
-    model = patch_model(_sharp("llama"), length_scaling="constant", **options).eval()
+    model = patch_model(tiny.sharp("llama"), length_scaling="constant", **options).eval()
     vector = AlphaVector(model)
     batch = {**tiny.inputs("llama", labels=True), "use_cache": False}
     loss = lambda m, b: m(**b).loss  # noqa: E731
@@ -234,7 +224,7 @@ def test_temperatures_follow_the_alphas(options):
     "options", [{}, {"tie": "layer"}, {"length_scaling_heads": (1, 3)}, {"length_scaling": "none"}]
 )
 def test_one_alpha_for_all_softens_every_head_that_has_a_temperature(options):
-    model = patch_model(_sharp("llama"), **{"length_scaling": "constant", **options}).eval()
+    model = patch_model(tiny.sharp("llama"), **{"length_scaling": "constant", **options}).eval()
     AlphaVector(model).set_(AlphaVector(model).even(0.5))
     assert torch.allclose(alphas(model)["decoder_self"], torch.full((2, 4), 1.5))
     if "length_scaling" in options:
@@ -249,7 +239,7 @@ def test_one_alpha_for_all_softens_every_head_that_has_a_temperature(options):
 )
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_slopes_are_those_of_cost_and_soft_density(options, backend):
-    model = patch_model(_sharp("llama"), backend=backend, **{"length_scaling": "constant", **options}).eval()
+    model = patch_model(tiny.sharp("llama"), backend=backend, **{"length_scaling": "constant", **options}).eval()
     vector = AlphaVector(model)
     task = Task(model, _batches("llama"), None, vector)
     middle = vector.even(0.4)
@@ -272,7 +262,7 @@ def test_slopes_are_those_of_cost_and_soft_density(options, backend):
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_the_cost_is_the_distance_to_the_predictions_with_softmax(family):
-    model = patch_model(_sharp(family), length_scaling="constant").eval()
+    model = patch_model(tiny.sharp(family), length_scaling="constant").eval()
     vector, batches = AlphaVector(model), _batches(family)
     if family == "llama":
         batches[0]["attention_mask"][:, 6:] = 0
@@ -290,7 +280,7 @@ def test_the_cost_is_the_distance_to_the_predictions_with_softmax(family):
 
 
 def test_lines_go_through_the_alphas_and_end_at_their_ends():
-    vector = AlphaVector(patch_model(_sharp("llama"), length_scaling="constant"))
+    vector = AlphaVector(patch_model(tiny.sharp("llama"), length_scaling="constant"))
     low, high = vector.even(1e-6), vector.even(0.8)
     assert torch.allclose(vector.between(low, high, 1.0), high) and torch.allclose(vector.between(low, high, 0.0), low)
     assert torch.allclose(
@@ -304,7 +294,7 @@ def test_temperatures_buy_zeros():
     """Labels are drawn from what the model itself predicts, so that whatever changes it costs something."""
 
     def build(scaling):
-        model = _sharp("llama").eval()
+        model = tiny.sharp("llama").eval()
         with torch.no_grad():
             model.lm_head.weight.mul_(10)
         return patch_model(model, length_scaling=scaling) if scaling else model
@@ -322,7 +312,7 @@ def test_temperatures_buy_zeros():
 
 
 def test_temperatures_are_restored_on_failure():
-    model = patch_model(_sharp("llama"), length_scaling="constant", alpha_range=(1.6, 2.0), alpha_init=1.7)
+    model = patch_model(tiny.sharp("llama"), length_scaling="constant", alpha_range=(1.6, 2.0), alpha_init=1.7)
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if name.endswith("length_scaling.s")).fill_(0.25)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -385,7 +375,7 @@ def test_a_model_whose_loss_is_nan():
 
 
 def test_a_budget_that_no_alpha_meets_leaves_the_model_as_it_was():
-    model = patch_model(_sharp("llama"), alpha_range=(1.6, 2.0), alpha_init=1.7)
+    model = patch_model(tiny.sharp("llama"), alpha_range=(1.6, 2.0), alpha_init=1.7)
     batches = _batches("llama")
     before = alphas(model)["decoder_self"]
     calls = []
@@ -401,7 +391,7 @@ def test_a_budget_that_no_alpha_meets_leaves_the_model_as_it_was():
 
 
 def test_the_default_start_leaves_a_model_as_good_as_it_was_and_every_alpha_learns():
-    model = patch_model(_sharp("llama")).eval()
+    model = patch_model(tiny.sharp("llama")).eval()
     assert hf_entmax.EntmaxConfig().alpha_init == 1.01
     batch = tiny.inputs("llama", labels=True)
     loss = model(**batch).loss
@@ -414,7 +404,7 @@ def test_the_default_start_leaves_a_model_as_good_as_it_was_and_every_alpha_lear
 
 
 def test_an_interruption_keeps_the_best_that_was_found():
-    model, lines = patch_model(_sharp("llama")), []
+    model, lines = patch_model(tiny.sharp("llama")), []
 
     def say(line):
         lines.append(line)
@@ -431,19 +421,19 @@ def test_an_interruption_keeps_the_best_that_was_found():
 
 
 def test_progress_is_shown_unless_it_is_switched_off(capsys):
-    calibrate_alphas(patch_model(_sharp("llama")), _batches("llama"), 0.05)
+    calibrate_alphas(patch_model(tiny.sharp("llama")), _batches("llama"), 0.05)
     assert "zeros at" in capsys.readouterr().out
-    calibrate_alphas(patch_model(_sharp("llama")), _batches("llama"), 0.05, progress=None)
+    calibrate_alphas(patch_model(tiny.sharp("llama")), _batches("llama"), 0.05, progress=None)
     assert not capsys.readouterr().out
 
 
 def test_it_works_under_no_grad_and_says_what_it_cannot_use():
     batches = _batches("llama")
-    wanted = calibrate_alphas(patch_model(_sharp("llama")), batches, 0.05, progress=None)
+    wanted = calibrate_alphas(patch_model(tiny.sharp("llama")), batches, 0.05, progress=None)
     with torch.no_grad():
-        found = calibrate_alphas(patch_model(_sharp("llama")), batches, 0.05, progress=None)
+        found = calibrate_alphas(patch_model(tiny.sharp("llama")), batches, 0.05, progress=None)
     assert torch.equal(found.alphas["decoder_self"], wanted.alphas["decoder_self"])
-    model = patch_model(_sharp("llama"))
+    model = patch_model(tiny.sharp("llama"))
     start = alphas(model)["decoder_self"]
     for loss, message in (
         (lambda model, batch: 1.0, r"returned 1\.0 \(float\)"),

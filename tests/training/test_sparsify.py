@@ -19,16 +19,6 @@ def _batches(family, count=6):
     return [tiny.inputs(family, labels=True, seed=seed) for seed in range(count)]
 
 
-def _sharp(family, seed=0):
-    """Random weights with scores that differ, so that alpha matters."""
-    model = tiny.build(family, seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in ("q_proj", "k_proj", ".q.", ".k.", "query", "key")):
-                parameter.mul_(1.5)
-    return model
-
-
 def _loss(model, batch):
     model.eval()
     with torch.no_grad():
@@ -49,7 +39,7 @@ def _quiet(model, batches, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_softmax_model_gets_zeros_and_keeps_its_weights(family):
-    model, batches = _sharp(family), _batches(family)
+    model, batches = tiny.sharp(family), _batches(family)
     softmax = _loss(model, batches[4])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = _quiet(model, batches, max_loss_increase=0.05)
@@ -65,7 +55,7 @@ def test_a_softmax_model_gets_zeros_and_keeps_its_weights(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("steps", [None, 6])
 def test_a_density_is_reached_on_the_batches_that_judge(family, steps):
-    model, batches = _sharp(family), _batches(family)
+    model, batches = tiny.sharp(family), _batches(family)
     lines = []
     options = {} if steps is None else {"train": "alphas", "steps": steps}
     report = sparsify(model, batches, density=0.3, progress=lines.append, **options)
@@ -85,7 +75,7 @@ def test_a_density_is_reached_on_the_batches_that_judge(family, steps):
     ],
 )
 def test_trained_weights_meet_the_goal_and_the_model_is_a_plain_one(family, train, goal):
-    model, batches = _sharp(family), _batches(family)
+    model, batches = tiny.sharp(family), _batches(family)
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     softmax = _loss(model, batches[3])
@@ -111,7 +101,7 @@ def test_examples_are_made_batches_of(tmp_path):
         ids = torch.stack([e["input_ids"] for e in examples])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
-    model = _sharp("llama")
+    model = tiny.sharp("llama")
     report = _quiet(model, rows, collator=collate, batch_size=4, density=0.4, train="weights", steps=4)
     assert report.tokens == 4 * 7  # the fifth of six batches
     assert report.reached
@@ -119,7 +109,7 @@ def test_examples_are_made_batches_of(tmp_path):
 
 def test_an_interrupted_training_goes_on_where_it_was(tmp_path):
     batches, options = _batches("llama", 8), {"density": 0.4, "train": "weights", "steps": 8}
-    whole = _sharp("llama")
+    whole = tiny.sharp("llama")
     _quiet(whole, batches, output_dir=tmp_path / "whole", **options)
 
     class Stop(tf.TrainerCallback):
@@ -127,7 +117,7 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path):
             if state.global_step == 5:
                 raise KeyboardInterrupt
 
-    model = _sharp("llama")
+    model = tiny.sharp("llama")
     add, kept = tf.Trainer.add_callback, tf.Trainer.__init__
 
     def init(self, *args, **kwargs):
@@ -138,17 +128,19 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path):
         patch.setattr(tf.Trainer, "__init__", init)
         _quiet(model, batches, output_dir=tmp_path / "cut", **options)
     assert (tmp_path / "cut" / "checkpoint-4").is_dir()
-    again, lines = _sharp("llama"), []
+    again, lines = tiny.sharp("llama"), []
     sparsify(again, batches, output_dir=tmp_path / "cut", progress=lines.append, **options)
     assert not any("estimated cost" in line for line in lines), "the search is not made again"
     own, other = whole.state_dict(), again.state_dict()
     assert all(torch.equal(own[name], other[name]) for name in own)
     with pytest.raises(ValueError, match="holds another run"):
-        _quiet(_sharp("llama"), batches, output_dir=tmp_path / "cut", **(options | {"density": 0.5}))
+        _quiet(tiny.sharp("llama"), batches, output_dir=tmp_path / "cut", **(options | {"density": 0.5}))
 
 
 def test_alphas_and_temperatures_train_at_one_rate_above_that_of_the_weights(tmp_path):
-    _quiet(_sharp("llama"), _batches("llama"), train="weights", max_loss_increase=0.03, steps=2, output_dir=tmp_path)
+    _quiet(
+        tiny.sharp("llama"), _batches("llama"), train="weights", max_loss_increase=0.03, steps=2, output_dir=tmp_path
+    )
     groups = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt")["param_groups"]
     rates = {group["name"]: group["initial_lr"] for group in groups}
     assert rates["alpha"] == rates["length_scaling"] == 0.01 > rates["weights"] == rates["no_decay"] == 2e-4
@@ -170,11 +162,11 @@ def test_alphas_rise_above_two_where_a_density_asks_for_it(tmp_path):
 
 
 def test_the_model_is_as_it_was_when_the_goal_is_out_of_reach():
-    model, batches = _sharp("bert"), _batches("bert")
+    model, batches = tiny.sharp("bert"), _batches("bert")
     with pytest.raises(ValueError, match="cannot be reached"):
         _quiet(model, batches, density=0.01)
     assert not is_patched(model)
-    patched = patch_model(_sharp("bert"), alpha_init=1.3)
+    patched = patch_model(tiny.sharp("bert"), alpha_init=1.3)
     start = {site: values.clone() for site, values in alphas(patched).items()}
     with pytest.raises(ValueError, match="cannot be reached"):
         _quiet(patched, batches, density=0.01)
@@ -182,7 +174,7 @@ def test_the_model_is_as_it_was_when_the_goal_is_out_of_reach():
 
 
 def test_the_report_is_shown_and_kept(tmp_path):
-    report = _quiet(_sharp("t5"), _batches("t5"), max_loss_increase=0.05)
+    report = _quiet(tiny.sharp("t5"), _batches("t5"), max_loss_increase=0.05)
     assert f"{1 - report.mean_density:.1%} of the attention weights are exactly zero" in str(report)
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(report)
@@ -210,14 +202,14 @@ def test_the_report_is_shown_and_kept(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused(options, message):
-    model = _sharp("llama")
+    model = tiny.sharp("llama")
     with pytest.raises(ValueError, match=message):
         _quiet(model, _batches("llama", 3), **options)
     assert not is_patched(model)
 
 
 def test_bad_data_and_models_are_refused():
-    model, batches = _sharp("llama"), _batches("llama", 3)
+    model, batches = tiny.sharp("llama"), _batches("llama", 3)
     with pytest.raises(TypeError, match="PreTrainedModel"):
         _quiet(torch.nn.Linear(2, 2), batches)
     with pytest.raises(ValueError, match="makes 2 batches"):
@@ -227,7 +219,7 @@ def test_bad_data_and_models_are_refused():
     with pytest.raises(TypeError, match="collator="):
         _quiet(model, [{"input_ids": [1, 2, 3]}] * 3)
     with pytest.raises(ValueError, match="learned alphas are needed"):
-        _quiet(patch_model(_sharp("llama"), alpha=1.5), batches)
-    patched = patch_model(_sharp("llama"))
+        _quiet(patch_model(tiny.sharp("llama"), alpha=1.5), batches)
+    patched = patch_model(tiny.sharp("llama"))
     with softmax_attention(patched), pytest.raises(ValueError, match="outside the block"):
         _quiet(patched, batches)
