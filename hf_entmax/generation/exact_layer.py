@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_entmax.generation.bits import BitChoice, Bits
 from hf_entmax.generation.cache_reads import LayerCertificate, Tally
 from hf_entmax.generation.growing_layer import GrowingLayer
-from hf_entmax.generation.verification import compare_with_dense
+from hf_entmax.generation.verification import verify
 from hf_entmax.generation.weights_state import version
 from hf_entmax.integration.interface import HEADS_MODULE
 from hf_entmax.ops.attention import attend
@@ -163,7 +163,7 @@ class ExactSparseLayer(GrowingLayer):
         out, counts = exact_attend(query, sketch, key, value, alpha, options, backend)
         step = torch.stack(counts).sum(1)
         if self.plan.verify:
-            self._verify(query, sketch, key, value, alpha, options, out, step[2])
+            verify(self.tally, f"Layer {self.name}", query, sketch, key, value, alpha, options, out, step[2])
         return out, step
 
     def _admit(self, module: nn.Module, alpha: float | Tensor) -> None:
@@ -224,22 +224,6 @@ class ExactSparseLayer(GrowingLayer):
             self._sketches[run] = KeySketch.allocate(batch, heads, width, capacity, **sizes, **like)
         self._sketches[run].extend(key, self._end)
         return self._sketches[run]
-
-    def _verify(self, query: Tensor, *call: Any) -> None:
-        """Compare a step with dense weights in float64; see `compare_with_dense`.
-
-        Raises:
-            RuntimeError: if a key of weight was left out, or the outputs differ by more than rounding explains.
-        """
-        dropped, error, limit = compare_with_dense(query, *call)
-        self.tally.verified += 1
-        self.tally.violations += dropped
-        if dropped or not error <= limit:
-            raise RuntimeError(
-                f"Layer {self.name}: {dropped} keys that were not read have weight, and the output differs from the dense one by "
-                f"{error:.3g} of the largest value, where rounding explains {limit:.3g}. This is a fault of hf_entmax: please "
-                "report it, with the model."
-            )
 
     @property
     def is_asked(self) -> bool:

@@ -1,12 +1,14 @@
-"""What ``ExactSparseCache(verify=True)`` does after each step: the same step with dense weights in float64, and how far it may differ."""
+"""What ``verify=True`` does after each step of an exact cache: the same step with dense weights in float64, and how far it may differ."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_entmax.generation.cache_reads import Tally
 from hf_entmax.ops.attention import attend
 from hf_entmax.ops.exact import KeySketch
 from hf_entmax.ops.exact.bounds import candidate_keys
@@ -15,6 +17,22 @@ from hf_entmax.ops.options import AttentionOptions
 # A weight that float32 may round to zero, at the alphas where weights fall off most steeply.
 _TINY_WEIGHT = 1e-5
 _EPS = torch.finfo(torch.float32).eps
+
+
+def verify(tally: Tally, where: str, *call: Any) -> None:
+    """Compare a step, the arguments of `compare_with_dense`, with dense weights, and count it.
+
+    Raises:
+        RuntimeError: if a key of weight was left out, or the outputs differ by more than rounding explains.
+    """
+    dropped, error, limit = compare_with_dense(*call)
+    tally.verified += 1
+    tally.violations += dropped
+    if dropped or not error <= limit:
+        raise RuntimeError(
+            f"{where}: {dropped} keys that were not read have weight, and the output differs from the dense one by {error:.3g} of "
+            f"the largest value, where rounding explains {limit:.3g}. This is a fault of hf_entmax: please report it, with the model."
+        )
 
 
 @torch.no_grad()
