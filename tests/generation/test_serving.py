@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import hf_entmax
-from hf_entmax.generation.serving import hooks
+from hf_entmax.generation.serving import hooks, reader
 from hf_entmax.generation.serving.step import paged_kernel
 from hf_entmax.ops.exact import KeySketch
 
@@ -252,6 +252,20 @@ def test_no_query_sees_the_future(family):
 
 needs_kernel = pytest.mark.skipif(not paged_kernel("auto"), reason="needs the CPU kernel")
 VERIFIED = SKETCHED | {"settings": {"cache_config": {"bits": 4, "shortest": 16, "verify": True}}}
+
+
+@needs_kernel
+def test_a_wrong_zero_of_one_request_is_seen(monkeypatch):
+    right = reader.paged_attention
+
+    def leaves_out(query, key, value, alpha, blocks, sketch, *more):
+        out, counts = right(query, key, value, alpha, blocks, sketch, *more)
+        return torch.cat([out[:-1], 0 * out[-1:]]), counts
+
+    monkeypatch.setattr(reader, "paged_attention", leaves_out)
+    with _manager(_model("llama", alpha=1.5), **VERIFIED) as manager:
+        outs = _results(manager, [manager.add_request(prompt, max_new_tokens=4) for prompt in _prompts([50, 41])])
+    assert any("fault of hf_entmax" in str(out.error) for out in outs), [out.error for out in outs]
 
 
 @needs_kernel

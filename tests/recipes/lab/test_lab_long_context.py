@@ -9,7 +9,7 @@ import tiny_models as tiny
 import torch
 
 import hf_entmax
-from recipes.lab import long_context
+from recipes.lab import long_context, texts
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_what_cannot_be(folder, monkeypatch):
         _run(monkeypatch, folder, "operator", "--alphas", "1.5", "own")
     with pytest.raises(SystemExit, match="knows 256 positions, 300"):
         _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "300")
-    monkeypatch.setattr(long_context, "encode", lambda lines, tokenizer, limit: [3] * 20)
+    monkeypatch.setattr(texts, "encode", lambda lines, tokenizer, limit: [3] * 20)
     with pytest.raises(SystemExit, match="20 tokens, 96 are needed"):
         _run(monkeypatch, folder, "generate", "--alpha", "own", "--lengths", "96")
     plain.save_pretrained(folder / "model")
