@@ -149,13 +149,13 @@ def test_alphas_and_temperatures_train_at_one_rate_above_that_of_the_weights(tmp
 def test_alphas_rise_above_two_where_a_density_asks_for_it(tmp_path):
     """Two is too dense here for every head; and whoever goes on finds the same range."""
     lines, options = [], {"density": 0.33, "train": "weights", "steps": 2, "output_dir": tmp_path}
-    first, batches = _sharp("llama"), _batches("llama")
+    first, batches = tiny.sharp("llama"), _batches("llama")
     report = sparsify(first, batches, progress=lines.append, **options)
     assert any("may rise to 4" in line for line in lines)
     highest = max(float(values.max()) for values in report.alphas.values())
     assert highest > 2 and report.reached and _density(first, batches[3]) <= 0.33 + 1e-6
     lines.clear()
-    again = _sharp("llama")
+    again = tiny.sharp("llama")
     sparsify(again, batches, progress=lines.append, **options)
     assert not any("may rise" in line for line in lines)
     assert all(torch.allclose(report.alphas[site], values) for site, values in alphas(again).items())
