@@ -56,12 +56,18 @@ def test_heads_that_follow_the_speech_are_chosen():
     assert narrow_heads({(0, 1): sinking}, 0.02) == [(0, 1)]  # better than none
 
 
-def test_a_word_begins_where_its_weight_does():
+def test_a_word_begins_behind_the_last_pause_before_its_largest_weight():
     weights = torch.zeros(40)
-    weights[5], weights[20:24] = 0.1, 0.225  # a tenth on what is not written, 0.3 s before the word
-    assert onset(weights, 5, 24) == 20 and onset(weights, 20, 24) == 20
-    weights[5] = 0.3  # a part of the word
-    assert onset(weights, 5, 24) == 5
+    weights[5], weights[20:24] = 0.375, torch.tensor([0.125, 0.375, 0.25, 0.25])  # "um", and the word 0.3 s later
+    assert onset(weights, 5, 24) == 5  # as large as any of the word
+    weights[5] = 0.25
+    assert onset(weights, 5, 24) == 20 and onset(weights, 22, 24) == 22
+    weights[16] = 0.125  # three frames are no pause
+    assert onset(weights, 5, 24) == 16
+    weights[16] = 0.0625  # less than a fifth of the largest is quiet
+    assert onset(weights, 5, 24) == 20
+    weights[20:24] = torch.tensor([0.09375, 0.375, 0.375, 0.375])
+    assert onset(weights, 5, 24) == 21  # no longer quiet, but less than a tenth of the weight from there on
     assert onset(weights, 30, 30) == 30 and onset(weights, 30, 33) == 30  # nobody looked there
 
 
