@@ -97,7 +97,7 @@ def check_clips(clips: list[Clip], processor: Any, model: Any) -> None:
         try:
             silent = not clip.read(seconds_heard(processor)).any()
         except (FileNotFoundError, ValueError) as error:
-            wrong.append(str(error))
+            wrong.append(str(error).rstrip("."))
             continue
         if silent:
             wrong.append(f"{clip.name} is silent: all of its samples are zero, and its text is {clip.text[:40]!r}")
