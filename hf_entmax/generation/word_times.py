@@ -80,11 +80,11 @@ def word_times(
         share_h = 1/T max_{f_1 < f_2 < ... < f_T} sum_t sum_{|f - f_t| <= 2} w_h[t, f]
 
     Chosen are the heads with 0.6 of the best head's share or more, whose middle frame is within 0.12 s of the median of those
-    heads. The words lie in segments, one after the other, that hold most of the chosen heads' weight. A word ends with the last frame
-    of its segment that a head looked at. It begins in the stretch around its largest weight, at whose start more than three frames
-    in a row have less than a fifth of that, where a tenth of the weight from there on has been looked at: what is not written, such as
-    "um", comes before. Punctuation has segments of its own, which take the pauses. Some heads rest part of their weight far away, at the ends of the recording; those whose frames for three of four tokens lie within a
-    second say the exact interval.
+    heads. The words lie in segments, one after the other, that hold most of the chosen heads' weight; punctuation has segments of
+    its own, which take the pauses. A word ends with the last frame of its segment that a head looked at. It begins behind the last
+    pause before its largest weight (more than three frames in a row with less than a fifth of that), where a tenth of the weight from
+    there on has been looked at: what is not written, such as "um", comes before. Some heads rest part of their weight far away, at
+    the ends of the recording; those whose frames for three of four tokens lie within a second say the exact interval.
 
     The transcript is taken through the model once more, with the weights of one layer held at a time. Words are what stands
     between blanks: a text without blanks is one word.
