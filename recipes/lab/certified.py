@@ -31,7 +31,7 @@ FIELDS = "model data texts output_alpha beams budget optimal exhaustive exact ex
 
 @torch.no_grad()
 def measure(model: Any, batches: list[dict[str, Any]], budget: int, **search: Any) -> dict[str, Any]:
-    """The shares of a row, in %, and the median of the prefixes that a text took in the beam search.
+    """Measure the shares of a row, in %, and the median of the prefixes that a text took in the beam search.
 
     Args:
         model: an encoder-decoder.

@@ -37,7 +37,7 @@ class Study(NamedTuple):
 
 
 def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tuple[str, str]]:
-    """The first captions of Multi30k's test set of 2016, then German questions of Tatoeba's dev and test sets, each once."""
+    """Read the first captions of Multi30k's test set of 2016, then German questions of Tatoeba's dev and test sets, each once."""
     pairs = read_pairs("mt/multi30k_task1_raw/test_2016_flickr.{lang}.gz", "de", "en")[:captions]
     asked: dict[str, str] = {}
     for split in ("dev", "test"):
@@ -48,7 +48,7 @@ def captions_and_questions(captions: int = 800, questions: int = 600) -> list[tu
 
 
 def words(count: int = 100, split: str = "dev", languages: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Words of the twelve languages, or of some: language, tags and lemma; the form.
+    """Read words of the twelve languages, or of some: language, tags and lemma; the form.
 
     Args:
         count: so many, the first, of each language; 0 for all.
@@ -66,7 +66,7 @@ def words(count: int = 100, split: str = "dev", languages: Sequence[str] = ()) -
 
 
 def gold() -> dict[str, Any]:
-    """Syntax of the source language, and word alignments."""
+    """Name the files with the syntax of the source language, and word alignments."""
     treebank, alignments = find("ud/German-PUD/de_pud-ud-test.conllu.gz"), find("alignments/de-en.jsonl.gz")
     return {"conllu": treebank, "alignments": alignments, "language": "de"}
 
@@ -86,7 +86,7 @@ STUDIES = {
 
 
 def job_of(jobs: Sequence[Job], group: str, wanted: dict[str, str]) -> Job:
-    """The one job of a group with these options.
+    """Return the one job of a group with these options.
 
     Raises:
         ValueError: if the list has none, or several.
@@ -102,7 +102,7 @@ def job_of(jobs: Sequence[Job], group: str, wanted: dict[str, str]) -> Job:
 
 
 def trained(job: Job, folder: Path) -> Path:
-    """The folder of the model that a job has trained.
+    """Return the folder of the model that a job has trained.
 
     Raises:
         FileNotFoundError: if it has not.

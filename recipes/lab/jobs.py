@@ -60,7 +60,7 @@ class Job:
         return name if len(name) < 200 else f"{name[:180]}-{_digest(name)}"  # file names have an end
 
     def done(self, results: Path) -> bool:
-        """Whether its row is there."""
+        """Tell whether its row is there."""
         return bool(Rows(results)(self.group, command=self.command))
 
 
@@ -69,7 +69,7 @@ def _digest(path: str) -> str:
 
 
 def read_jobs(path: Path = JOBS) -> list[Job]:
-    """The jobs of a list, in its order.
+    """Read the jobs of a list, in its order.
 
     An entry has ``group``, ``recipe``, ``options`` (fixed) and ``vary``: lists of option sets, of which every combination is
     a job, the last list varying fastest.

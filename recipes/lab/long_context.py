@@ -67,14 +67,14 @@ def check_length(model: Any, length: int) -> None:
 
 
 def filled(model: Any, ids: Tensor, cache: Any) -> Any:
-    """The cache after a prompt."""
+    """Return the cache after a prompt."""
     for chunk in ids.split(_CHUNK, 1):
         model(chunk, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
 def cut(cache: Any, length: int, batch: int) -> Any:
-    """A copy of a cache of one sequence: its first tokens, so many times."""
+    """Copy a cache of one sequence: its first tokens, so many times."""
     cache = copy.deepcopy(cache)
     cache.crop(length - cache.get_seq_length())
     if batch > 1:
@@ -83,7 +83,7 @@ def cut(cache: Any, length: int, batch: int) -> Any:
 
 
 def copied(cache: Any, other: Any) -> Any:
-    """Another kind of cache, given the keys and values of this one."""
+    """Fill another kind of cache with the keys and values of this one."""
     for number, layer in enumerate(cache.layers):
         other.update(layer.keys, layer.values, number)
     return other
@@ -97,26 +97,26 @@ class Greedy:
         self.token = torch.full((batch, 1), token)
 
     def step(self) -> None:
-        """One token for each sequence."""
+        """Decode one token for each sequence."""
         self.token = self.model(self.token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
 
 
 def bandwidth(mib: int = 512) -> float:
-    """GiB per second that all threads together read from memory: the median of sums over so much of it."""
+    """Measure GiB per second that all threads together read from memory: the median of sums over so much of it."""
     data = torch.ones(mib * 2**18)
     milliseconds = interleaved_times({"sum": data.sum}, 7, warm=0)["sum"]
     return 1000 * data.nbytes / 2**30 / statistics.median(milliseconds)
 
 
 def compared(times: list[float], base: list[float], name: str) -> dict[str, str]:
-    """How many times as long something took: the ratio of the medians, and the quartiles of the ratios step by step."""
+    """Return how many times as long something took: the ratio of the medians, and the quartiles of the ratios step by step."""
     _, low, high, _ = ratios(times, base, 0.25)
     ratio = statistics.median(times) / statistics.median(base)
     return {name: f"{ratio:.3f}", f"{name}_25": f"{low:.3f}", f"{name}_75": f"{high:.3f}"}
 
 
 def generate(settings: Any, results: RowFile) -> None:
-    """Tokens per second of the whole model, by length and batch."""
+    """Measure tokens per second of the whole model, by length and batch."""
     plain, sparse = load_model(settings, sparse=False), load_model(settings)
     check_length(plain, max(settings.lengths))
     ids = torch.tensor([text_of(settings, max(settings.lengths))])
@@ -161,21 +161,21 @@ def show(results: RowFile, what: str) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """What a step reads of the weights: all but an embedding that is not the output layer too."""
+    """Count what a step reads of the weights: all but an embedding that is not the output layer too."""
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     unread = 0 if tied else model.get_input_embeddings().weight.nbytes
     return sum(parameter.nbytes for parameter in model.parameters()) - unread
 
 
 def head_bytes(model: Any) -> int:
-    """Of one key of one head."""
+    """Count the bytes of one key of one head."""
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return width * next(model.parameters()).element_size()
 
 
 def reading(certificate: Any, row_bytes: int) -> dict[str, Any]:
-    """What was read, as shares and per step; a row that several query heads read in full counts for each of them.
+    """Return what was read, as shares and per step; a row that several query heads read in full counts for each of them.
 
     Args:
         certificate: of the cache.
@@ -227,7 +227,7 @@ def verify(settings: Any, results: RowFile) -> None:
 
 
 def operator(settings: Any, results: RowFile) -> None:
-    """Attention of one query over the real keys of some layers, repeated to each length; means over the layers."""
+    """Time attention of one query over the real keys of some layers, repeated to each length; means over the layers."""
     if "own" in settings.alphas and settings.alpha != "own":
         raise SystemExit(
             "--alphas own: those that the folder was saved with are kept by --alpha own alone; give that too."
@@ -256,7 +256,7 @@ def operator(settings: Any, results: RowFile) -> None:
 
 
 def repeated(tensor: Tensor, length: int) -> Tensor:
-    """Keys or values, again and again up to a length."""
+    """Repeat keys or values, again and again up to a length."""
     return tensor.repeat(1, 1, -(-length // tensor.shape[2]), 1)[:, :, :length].contiguous()
 
 
@@ -284,7 +284,7 @@ class Call:
 
 
 def timed(cases: list[Call], repeats: int) -> dict[str, Any]:
-    """Times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
+    """Measure times per layer and shares: every kind of call goes through all layers, so that none finds its keys in a cache."""
     layers = {name: lambda name=name: [case.calls[name]() for case in cases] for name in cases[0].calls}
     taken = interleaved_times(layers, repeats)
 

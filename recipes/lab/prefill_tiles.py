@@ -40,7 +40,7 @@ FIELDS = (
 
 
 def shares(query: Tensor, key: Tensor, alpha: float, size: int, page: int) -> tuple[float, list[float]]:
-    """The share of nonzero weights, and of tiles that remain in each of the three ways, of every eighth block of queries."""
+    """Measure the share of nonzero weights, and of tiles that remain in each of the three ways, of every eighth block of queries."""
     heads, length, width = query.shape
     blocks = torch.arange(7, length // size, 8)[:, None]
     rows = (blocks * size + torch.arange(size)).flatten()
@@ -65,7 +65,7 @@ def shares(query: Tensor, key: Tensor, alpha: float, size: int, page: int) -> tu
 
 
 def alpha_for(query: Tensor, key: Tensor, share: float) -> float:
-    """The alpha at which this share of the weights is left."""
+    """Find the alpha at which this share of the weights is left."""
     low, high = 1.01, 2.0
     for _ in range(7):
         middle = (low + high) / 2

@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 @torch.no_grad()
 def token_units(model: Any, ids: list[int], block: int) -> Units:
-    """For each block ``[3, tokens]``: nats, whether the likeliest token is right, and its probability."""
+    """Return for each block ``[3, tokens]``: nats, whether the likeliest token is right, and its probability."""
     units = []
     for start in range(0, len(ids) - 1, block - 1):
         part = torch.tensor(ids[start : start + block])
@@ -69,7 +69,7 @@ def token_units(model: Any, ids: list[int], block: int) -> Units:
 
 
 def calibration_error(tokens: Tensor) -> float:
-    """Expected calibration error of ``[3, tokens]``: mean distance of accuracy and confidence over 15 bins."""
+    """Compute the expected calibration error of ``[3, tokens]``: mean distance of accuracy and confidence over 15 bins."""
     _, correct, confidence = tokens
     bins = (confidence * 15).long().clamp(max=14)
     gaps = torch.zeros(15).index_add_(0, bins, correct - confidence)
@@ -78,7 +78,7 @@ def calibration_error(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def cloze_units(model: Any, tokenizer: Any, rows: list[tuple[str, ...]]) -> Units:
-    """For each sentence ``[1, 1]``: whether the right word is the likeliest of the four."""
+    """Return for each sentence ``[1, 1]``: whether the right word is the likeliest of the four."""
     units = []
     for prompt, *words in rows:
         start = tokenizer(prompt)["input_ids"]
@@ -149,7 +149,7 @@ def encoder_tasks(args: argparse.Namespace, tokenizer: Any) -> Iterator[Task]:
 
 
 def interval(before: Units, after: Units, figure: Figure, samples: int = 1000) -> tuple[float, float]:
-    """The middle 95 % of the differences over samples of the units, the same for both."""
+    """Return the middle 95 % of the differences over samples of the units, the same for both."""
     generator = torch.Generator().manual_seed(0)
     differences = []
     for _ in range(samples):

@@ -48,12 +48,12 @@ class PublicSet:
 
 
 def content(path: Path) -> bytes:
-    """What is in a file, compressed or not."""
+    """Return what is in a file, compressed or not."""
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def inflection(repository: Path) -> Files:
-    """Each of twelve languages in files of its own, and all languages in one table each."""
+    """Yield each of twelve languages in files of its own, and all languages in one table each."""
     paths = {path.name: path for folder in ("all", "surprise") for path in (repository / "task1" / folder).glob("*-*")}
 
     def rows(language: str, split: str) -> bytes:
@@ -76,7 +76,7 @@ def inflection(repository: Path) -> Files:
 
 
 def _table(header: str, parts: Iterable[tuple[str, bytes]]) -> bytes:
-    """One table with a header; each part's rows behind its own first cells."""
+    """Make one table with a header; each part's rows behind its own first cells."""
     lines = ["\t".join(header.split())]
     for first, rows in parts:
         lines += [f"{first}\t{row}" for row in rows.decode("utf-8").split("\n") if row]
@@ -84,7 +84,7 @@ def _table(header: str, parts: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def tatoeba(folder: Path) -> Files:
-    """Sentence pairs, no sentence in two splits: pairs that share one in either language, whatever its case, stay together.
+    """Yield sentence pairs, no sentence in two splits: pairs that share one in either language, whatever its case, stay together.
 
     A group goes where the hash of its first English sentence says.
     """
@@ -114,13 +114,13 @@ def tatoeba(folder: Path) -> Files:
 
 
 def treebank(repository: Path) -> Files:
-    """The CoNLL-U files, in a folder of the treebank's name."""
+    """Yield the CoNLL-U files, in a folder of the treebank's name."""
     for path in sorted(repository.glob("*-ud-*.conllu*")):
         yield f"ud/{repository.resolve().name.removeprefix('UD_')}/{path.name.removesuffix('.gz')}", content(path)
 
 
 def alignments(repository: Path) -> Files:
-    """German and English sentences whose words were aligned by hand; links beyond a sentence are left out."""
+    """Yield German and English sentences whose words were aligned by hand; links beyond a sentence are left out."""
     name = "German-English_WordAlignment"
     with zipfile.ZipFile(repository / f"{name}.zip") as archive:
         german, english, gold = (
@@ -170,7 +170,7 @@ SETS = {
 
 
 def files_of(name: str, repository: Path) -> Files:
-    """What a set consists of, as names and contents.
+    """Yield what a set consists of, as names and contents.
 
     Raises:
         FileNotFoundError: if the repository does not hold it.

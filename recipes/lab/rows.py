@@ -35,7 +35,7 @@ class Rows:
         self.folder = folder
 
     def __call__(self, group: str, /, **wanted: object) -> list[Row]:
-        """The rows of a group (``length``, or ``length?task=sort``) with these values; none where it has not been run."""
+        """Return the rows of a group (``length``, or ``length?task=sort``) with these values; none where it has not been run."""
         group, _, conditions = group.partition("?")
         wanted |= dict(condition.split("=") for condition in conditions.split("&") if condition)
         path = self.folder / f"{group}.csv"
@@ -53,7 +53,7 @@ class RowFile(Results):
 
 
 def made_by(module: str, *places: str) -> dict[str, str]:
-    """The columns that say how a row was made: the command (but for options that name places), the machine, the versions."""
+    """Return the columns that say how a row was made: the command (but for options that name places), the machine, the versions."""
     called = command(places, module=f"recipes.lab.{module}")
     return {"command": called, "hardware": hardware(), "versions": versions()}
 
@@ -63,12 +63,12 @@ def pick(rows: Iterable[Row], /, **wanted: object) -> list[Row]:
 
 
 def distinct(rows: Iterable[Row], name: str) -> list[str]:
-    """The values of a column, in order of first appearance."""
+    """List the values of a column, in order of first appearance."""
     return list(dict.fromkeys(row[name] for row in rows))
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
-    """Rows that agree in some columns, in order of first appearance."""
+    """Group rows that agree in some columns, in order of first appearance."""
     groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[tuple(row[name] for name in names)].append(row)
@@ -76,7 +76,7 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]
 
 
 def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows whose commands differ in nothing but the seed, together, in order of first appearance."""
+    """Group rows whose commands differ in nothing but the seed, together, in order of first appearance."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[re.sub(r" --seed \d+", "", row["command"])].append(row)
@@ -92,7 +92,7 @@ def mean(rows: Iterable[Row], name: str) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and, of several finite numbers, the sample standard deviation."""
+    """Write the mean and, of several finite numbers, the sample standard deviation."""
     middle = statistics.fmean(values)
     found = f"{middle:.{digits}f}"
     return (
@@ -101,7 +101,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def column(rows: Sequence[Row], name: str, digits: int = 2, factor: float = 1.0) -> str:
-    """Mean and spread of a column; empty where a row has no number there."""
+    """Write mean and spread of a column; empty where a row has no number there."""
     return spread(numbers(rows, name, factor), digits) if rows and all(row.get(name) for row in rows) else ""
 
 
@@ -111,7 +111,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def row_table(rows: Iterable[Row], columns: Mapping[str, str | tuple[Any, ...] | Callable[[Row], object]]) -> str:
-    """A line for every row.
+    """Make a table with a line for every row.
 
     Args:
         rows: in their order.
@@ -127,12 +127,12 @@ def row_table(rows: Iterable[Row], columns: Mapping[str, str | tuple[Any, ...] |
 
 
 def order(key: tuple[str, ...]) -> tuple[float, float, str]:
-    """By output, then attention: softmax, fixed, learned."""
+    """Sort by output, then attention: softmax, fixed, learned."""
     attention, output = key[0], float(key[1])
     place = 1.0 if attention == "softmax" else float(attention) if re.fullmatch(r"[\d.]+", attention) else 9.0
     return output, place, "".join(key[2:])
 
 
 def machines(rows: Sequence[Row], *names: str) -> str:
-    """Hardware and versions behind some rows."""
+    """Name hardware and versions behind some rows."""
     return "; ".join(sorted({"; ".join(row[name] for name in (*names, "hardware", "versions")) for row in rows}))

@@ -103,7 +103,7 @@ def changed(samples: np.ndarray, rng: random.Random) -> tuple[np.ndarray, float]
 
 
 def spoken_clips(settings: argparse.Namespace) -> Any:
-    """The clips of ``speak``, each as samples, text, voice and words."""
+    """Yield the clips of ``speak``, each as samples, text, voice and words."""
     rng = random.Random(settings.seed)
     lines = read_lines(find(settings.text))
     rng.shuffle(lines)
@@ -122,7 +122,7 @@ def spoken_clips(settings: argparse.Namespace) -> Any:
 
 
 def recorded_clips(settings: argparse.Namespace) -> Any:
-    """The clips of ``textgrids``."""
+    """Yield the clips of ``textgrids``."""
     rows = read_rows(str(settings.texts), ("file", "start", "end", "text")) if settings.texts else []
     for path in sorted(p for p in settings.folder.iterdir() if p.suffix in (".wav", ".flac")):
         grid, lab = path.with_suffix(".TextGrid"), path.with_suffix(".lab")

@@ -17,7 +17,7 @@ from hf_entmax.analysis.reading.tables import read_text
 
 
 def encode(lines: Sequence[str], tokenizer: Any, limit: int) -> list[int]:
-    """At most ``limit`` token ids of lines with their ends, joined."""
+    """Return at most ``limit`` token ids of lines with their ends, joined."""
     ids: list[int] = []
     for line in lines:
         if len(ids) >= limit:
@@ -27,7 +27,7 @@ def encode(lines: Sequence[str], tokenizer: Any, limit: int) -> list[int]:
 
 
 def text_of(settings: Any, length: int) -> list[int]:
-    """The first tokens of the text."""
+    """Read the first tokens of the text."""
     ids = encode(read_text(str(settings.text)), AutoTokenizer.from_pretrained(settings.model), length)
     if len(ids) < length:
         raise SystemExit(f"{settings.text} has {len(ids)} tokens, {length} are needed.")
@@ -35,7 +35,7 @@ def text_of(settings: Any, length: int) -> list[int]:
 
 
 def load_model(settings: Any, sparse: bool = True) -> Any:
-    """The model of the folder, patched or with SDPA."""
+    """Load the model of the folder, patched or with SDPA."""
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
     if settings.alpha == "own" and sparse:
         if not hf_entmax.is_patched(model):
@@ -49,7 +49,7 @@ def load_model(settings: Any, sparse: bool = True) -> Any:
 
 @contextlib.contextmanager
 def recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    """What the attention function of a model is given meanwhile: query, keys and values by layer."""
+    """Note what the attention function of a model is given meanwhile: query, keys and values by layer."""
     name, seen = model.config._attn_implementation, {}
     own = AttentionInterface()[name]
 

@@ -40,7 +40,7 @@ TURN, WARM = 4, 8
 
 
 def prepare(recipe: str, words: list[str]) -> tuple[Any, list[dict[str, list[int]]], Callable[..., Any]]:
-    """The tokenizer and examples of a recipe, and what builds its model with some attention and output."""
+    """Return the tokenizer and examples of a recipe, and what builds its model with some attention and output."""
     sys.path.insert(0, str(RECIPES))  # recipes are scripts, and find what they share beside them
     import inflection
     import translation
@@ -111,7 +111,7 @@ class Trainee:
 def batches_of(
     examples: list[Any], collate: Callable[[list[Any]], Any], size: int, count: int
 ) -> list[dict[str, torch.Tensor]]:
-    """So many batches of examples of similar length, in random order."""
+    """Make so many batches of examples of similar length, in random order."""
     lengths = [len(row["input_ids"]) + len(row["labels"]) for row in examples]
     order: list[int] = []
     while len(order) < size * count:

@@ -37,7 +37,7 @@ LONGEST = 14
 
 
 def load(model: Path) -> tuple[Any, Any]:
-    """A model of `trained`, and its tokenizer."""
+    """Load a model of `trained`, and its tokenizer."""
     return AutoModelForSeq2SeqLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
 
 
@@ -50,7 +50,7 @@ def collect_word(jobs: Sequence[Job], results: Path, folder: Path) -> str:
 
 
 def look(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """All answers to the first word that fits, with the right one step by step, and the attention of the last layer.
+    """Find all answers to the first word that fits, with the right one step by step, and the attention of the last layer.
 
     Raises:
         ValueError: if no word fits.
@@ -100,7 +100,7 @@ def collect_sentence(jobs: Sequence[Job], results: Path, folder: Path) -> str:
 
 
 def cross_attention(model: Any, tokenizer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Of all heads of the last layer while the labels are read; weights to four digits, so that none becomes zero."""
+    """Return the attention of all heads of the last layer while the labels are read; weights to four digits, so that none becomes zero."""
     (example,) = collect_examples(model, [batch], tokenizer, 1, 1000)
     cross = example.sites["cross"]
     weights = [[[float(f"{w:.4g}") for w in row] for row in head] for head in cross.weights[-1].tolist()]
@@ -119,12 +119,12 @@ VIEWS: dict[str, tuple[Callable[[Sequence[Job], Path, Path], str], str]] = {
 
 
 def write(path: Path, shown: Mapping[str, Any]) -> None:
-    """One line for each part."""
+    """Write one line for each part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in shown.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote; nothing if it did not."""
+    """Read what `write` wrote; nothing if it did not."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -60,12 +60,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def in_words(accuracies: dict[int, float]) -> str:
-    """``16=99.8 32=98.0 ...``."""
+    """Write ``16=99.8 32=98.0 ...``."""
     return " ".join(f"{length}={value:.1f}" for length, value in accuracies.items())
 
 
 def wanted(args: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
-    """The lines to make.
+    """List the lines to make.
 
     Raises:
         SystemExit: if one of them does not exist.
@@ -76,12 +76,12 @@ def wanted(args: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
 
 
 def tested_at(task: str, length: int) -> list[int]:
-    """The length of training and its doubles."""
+    """List the length of training and its doubles."""
     return [length * 2**power for power in range(FACTORS[task].bit_length())]
 
 
 def run_of(command: str) -> str:
-    """A command without the options that say which lines it makes."""
+    """Return a command without the options that say which lines it makes."""
     return re.sub(r" --(seeds|only)( (?!--)('[^']*'|\S+))*", "", command)
 
 
@@ -95,7 +95,7 @@ class Lines:
         self.there = {(row["row"], int(row["seed"])) for row in same}
 
     def has(self, row: str, seed: int) -> bool:
-        """Whether a line is there."""
+        """Tell whether a line is there."""
         return (row, seed) in self.there
 
     def add(self, accuracies: dict[int, float], row: str, seed: int, **values: Any) -> None:
@@ -161,14 +161,14 @@ def sequence(args: argparse.Namespace, made: Lines) -> None:
 
 
 def seeds_of(args: argparse.Namespace, row: sequences.Row) -> list[int]:
-    """The seeds that make a difference to a line: one where a pretrained model is patched with nothing drawn or trained."""
+    """List the seeds that make a difference to a line: one where a pretrained model is patched with nothing drawn or trained."""
     trained = args.steps > 0 and (row.alpha == "learned" or row.scaling != "none")
     drawn = (row.scaling, row.init) == ("adaptive", "paper")
     return args.seeds if trained or drawn or not args.model else args.seeds[:1]
 
 
 def text(args: argparse.Namespace, made: Lines) -> None:
-    """Perplexity by position up to eight times the length of training: ``accuracies`` holds perplexities.
+    """Measure perplexity by position up to eight times the length of training: ``accuracies`` holds perplexities.
 
     Raises:
         SystemExit: if the test text is shorter than that.

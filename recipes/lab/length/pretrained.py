@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def planted(ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """A block with four facts put in, and a question with its answer for each: ids ``[N]``, and pairs of ids.
+    """Put four facts into a block, and a question with its answer for each: ids ``[N]``, and pairs of ids.
 
     Args:
         ids: of the block, ``[N]``.
@@ -83,7 +83,7 @@ def planted(ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, list[tuple[
 
 @torch.no_grad()
 def ask(model: Any, ids: Tensor, asked: list[tuple[Tensor, Tensor]]) -> tuple[list[float], list[bool], list[bool]]:
-    """For each question after a text: nats of its answer, whether it is the likeliest, and likelier than the other answers."""
+    """Return for each question after a text: nats of its answer, whether it is the likeliest, and likelier than the other answers."""
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     nats, found, chosen = [], [], []
@@ -101,7 +101,7 @@ def ask(model: Any, ids: Tensor, asked: list[tuple[Tensor, Tensor]]) -> tuple[li
 
 
 def facts(model: Any, tokenizer: Any, ids: Tensor, length: int, samples: int) -> dict[str, Any]:
-    """What a model finds of the facts planted in blocks of a text: how many there are, shares found and chosen, mean nats."""
+    """Measure what a model finds of the facts planted in blocks of a text: how many there are, shares found and chosen, mean nats."""
     starts = torch.linspace(0, len(ids) - length - 1, samples).long().tolist()
     nats, found, chosen = [], [], []
     for seed, start in enumerate(starts):
@@ -113,7 +113,7 @@ def facts(model: Any, tokenizer: Any, ids: Tensor, length: int, samples: int) ->
 
 
 def read_through(model: Any, ids: Tensor, length: int, samples: int) -> dict[str, Any]:
-    """Perplexity of blocks of a text, by position too, and the density of the attention on them."""
+    """Measure the perplexity of blocks of a text, by position too, and the density of the attention on them."""
     possible = kept = first = 0
 
     def look(call: AttentionCall) -> None:

@@ -55,7 +55,7 @@ ROWS = {
 
 
 def adaptive_softmax(scores: Tensor) -> Tensor:
-    """The adaptive temperature of Velickovic et al. 2024, with their polynomial in the entropy of the row."""
+    """Apply the adaptive temperature of Velickovic et al. 2024, with their polynomial in the entropy of the row."""
     weights = scores.softmax(-1)
     entropy = torch.special.entr(weights).sum(-1, keepdim=True)
     polynomial = torch.zeros_like(entropy)
@@ -101,7 +101,7 @@ class Retrieval(nn.Module):
         return nn.Parameter(torch.stack([(torch.rand(shape, generator=g) * 2 - 1) * bound for g in self.draws]))
 
     def batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Items ``[S, size, length, CLASSES + 2]`` (priority, class, 1) and answers ``[S, size]``."""
+        """Draw items ``[S, size, length, CLASSES + 2]`` (priority, class, 1) and answers ``[S, size]``."""
         priority = torch.stack([torch.rand(size, length, generator=g) for g in self.draws])
         kinds = torch.stack([torch.randint(CLASSES, (size, length), generator=g) for g in self.draws])
         items = torch.ones(*kinds.shape, CLASSES + 2)
@@ -110,16 +110,16 @@ class Retrieval(nn.Module):
         return items, kinds.gather(-1, priority.argmax(-1, keepdim=True))[..., 0]
 
     def encoded(self, items: Tensor) -> Tensor:
-        """``[S, size, length, WIDTH]``."""
+        """Encode items to ``[S, size, length, WIDTH]``."""
         pairs = zip(items, self.item, strict=True)
         return torch.stack([F.relu(own.flatten(0, 1) @ w).view(*own.shape[:2], WIDTH) for own, w in pairs])
 
     def alphas(self) -> float | Tensor:
-        """Of each model ``[S]``, or one number."""
+        """Return the alpha of each model ``[S]``, or one number."""
         return self.alpha() if isinstance(self.row.alpha, tuple) else self.row.alpha
 
     def factor(self, length: int) -> Tensor:
-        """Of the scores of each model, ``[S]``."""
+        """Return the factor of the scores of each model, ``[S]``."""
         scaling = self.row.scaling
         if scaling == "none":
             return torch.ones(self.count)
@@ -160,7 +160,7 @@ class Retrieval(nn.Module):
 
     @torch.no_grad()
     def accuracy(self, length: int, samples: int, mapping: Callable[[Tensor], Tensor] | None = None) -> list[float]:
-        """Share of right answers at a length, in percent, for each seed; ``mapping`` stands in for the attention's."""
+        """Measure the share of right answers at a length, in percent, for each seed; ``mapping`` stands in for the attention's."""
         right, size = torch.zeros(self.count), max(1, 2**15 // length)
         for start in range(0, samples, size):
             items, wanted = self.batch(min(size, samples - start), length)

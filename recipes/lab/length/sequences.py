@@ -54,7 +54,7 @@ ROWS = {
 
 
 def batch(task: str, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and next symbols ``[size, T]``, IGNORED where nothing is asked.
+    """Draw inputs and next symbols ``[size, T]``, IGNORED where nothing is asked.
 
     Args:
         task: copy, reverse, sort or retrieval (pairs of key and value, then QUERIES keys, each with its value after it).
@@ -98,7 +98,7 @@ class Attention(nn.Module):
             self.scaling = AdaptiveScaling(heads, width, free, row.init)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[B, T, width]`` to the same."""
+        """Map ``[B, T, width]`` to the same."""
         size, length, width = hidden.shape
         query, key, value = self.project(hidden).view(size, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         place = torch.arange(length, device=hidden.device)
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         return self.out(hidden)
 
     def alphas(self) -> list[float]:
-        """Of all heads."""
+        """List the alphas of all heads."""
         with torch.no_grad():
             attentions = [layer["attention"][1] for layer in self.layers]
             return torch.cat([torch.as_tensor(own.alpha()).expand(own.heads) for own in attentions]).tolist()

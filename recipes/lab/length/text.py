@@ -17,7 +17,7 @@ from .sequences import Row, descend
 
 
 def build(row: Row, pretrained: str, width: int, heads: int, layers: int) -> Any:
-    """A pretrained causal model, or a new one over bytes without any position encoding, patched as a line of the table says."""
+    """Load a pretrained causal model, or build a new one over bytes without any position encoding, patched as a line of the table says."""
     if pretrained:
         model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
     else:
@@ -30,7 +30,7 @@ def build(row: Row, pretrained: str, width: int, heads: int, layers: int) -> Any
 
 
 def read(data: str, split: str, pretrained: str) -> Tensor:
-    """The token ids (bytes for a model from scratch) of a text, joined, ``[N]``."""
+    """Read the token ids (bytes for a model from scratch) of a text, joined, ``[N]``."""
     text = "\n".join(read_text(data.replace("{split}", split), "text"))
     if not pretrained:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
@@ -79,7 +79,7 @@ def train(
 
 @torch.no_grad()
 def perplexity_by_position(model: Any, ids: Tensor, length: int, bucket: int, samples: int) -> dict[int, float]:
-    """Perplexity of the tokens at positions up to each multiple of ``bucket`` and after the one before.
+    """Measure the perplexity of the tokens at positions up to each multiple of ``bucket`` and after the one before.
 
     Args:
         model: of language.

@@ -25,7 +25,7 @@ _MARKED = re.compile(r"(<!-- (\w+)\.(\w+)((?: [^\n>]*?)?) -->)(\n?)(.*?)(<!-- en
 
 
 def filled(text: str, rows: Rows) -> str:
-    """A page with what its marks name, made from the rows."""
+    """Return a page with what its marks name, made from the rows."""
 
     def made(match: re.Match[str]) -> str:
         mark, module, function, words, block, _, end = match.groups()

@@ -157,6 +157,46 @@ def test_roles_need_a_head_that_plays_them(rows):
     assert found(0.1, 0.2, 0.3) == "not found: no such head in any model"
 
 
+def test_an_ensemble_must_help_and_training_be_fast_everywhere(rows):
+    def ensembles(*gains):
+        settings = [{"output_alpha": "1.5", "attention": kind} for kind in ("softmax", "1.5")]
+        alone = [{**own, "ensemble": "", "accuracy": 50.0} for own in settings]
+        rows("toys", *alone, *({**alone[n], "ensemble": "3", "accuracy": 50.0 + gain} for n, gain in enumerate(gains)))
+        return judges.ensembles("toys")(rows.read).verdict
+
+    def speed(*ratios):
+        own = {"attention": "1.5", "output_alpha": "1.0"}
+        rows("training_speed", *({**own, "time_ratio": ratio} for ratio in ratios))
+        return judges.speed("1.5", 0.9)(rows.read).verdict
+
+    assert (ensembles(1.0, 2.0), ensembles(2.0, -1.0)) == ("found", "not found")
+    assert (speed(1.05, 1.1), speed(1.05, 1.2)) == ("found", "not found: slower")
+
+
+@pytest.mark.parametrize(("cross", "verdict"), [(0.4, "found (one seed)"), (0.2, "not found (one seed)")])
+def test_heads_are_more_diverse_at_every_site_or_not_at_all(rows, cross, verdict):
+    made = [("softmax", 0.3, 0.3), ("1.5", 0.5, cross)]
+    rows("toys", *({"attention": kind, "output_alpha": "1.0", "js_encoder_self": own, "js_cross": over,
+                    "js_decoder_self": own} for kind, own, over in made))  # fmt: skip
+    assert judges_heads.diversity("toys", "1.0", "1.5")(rows.read).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((0.6, 0.7, 0.8), "found (one seed)"),
+        ((0.6, 0.5, 0.4), "not found (one seed)"),
+        ((0.6, 0.7, 0.5), "found for one only (one seed)"),
+        ((0.2, 0.3, 0.4), "not found: no such head in any model"),
+        ((0.999, 0.7, 0.8), "not to be told: sure before"),
+    ],
+)
+def test_a_head_gets_surer_when_its_model_is_made_sparse(rows, values, verdict):
+    models = zip(("before", "one", "other"), values, strict=True)
+    rows("toys/heads", *(head(model, "cross", 0, 0, interrogation=value) for model, value in models))
+    assert judges_heads.made_sparse("toys", "interrogation")(rows.read).verdict == verdict
+
+
 def test_a_dip_is_a_fall_and_a_rise_of_most_heads():
     start = torch.linspace(1.4, 1.6, 6)
     moved = lambda *shifts: torch.stack([start + shift for shift in shifts])  # noqa: E731
