@@ -17,7 +17,7 @@ from .intrinsics import jit, jit_as, jit_inline
 from .layout import BOUND_ROWS, LANES, VECTOR, WEIGHT_PLANES
 from .scores import row_limits
 from .simd import (
-    atomic_increment, load, max_lanes, maximum, muladd, read_f32, read_f64, read_i32, round_nearest, splat, store,
+    atomic_increment, load, max_lanes, maximum, muladd, prefetch, read_f32, read_f64, read_i32, round_nearest, splat, store,
     sum_lanes,
     write_f32,
 )  # fmt: skip
@@ -178,6 +178,24 @@ def _make_bounds(bits):
     return bound_page
 
 
+#: Pages before its turn that a page is asked for, and bytes that come at a time. Sketches of many sequences lie in main memory.
+_AHEAD, _LINE = 2, 64
+
+
+@jit
+def _ask_for_page(r, b, h_kv, page, code_bytes):
+    """Have the sketch of a page on its way before its turn comes: in blocks the next page often lies elsewhere."""
+    held, row_bytes = _held_page(r, b, page), 2 * LANES * r.depth_vectors
+    codes = r.codes + b * r.codes_b + h_kv * r.codes_h + held * code_bytes
+    for place in range(0, code_bytes, _LINE):
+        prefetch(codes + place)
+    place = b * r.low_b + h_kv * r.low_h + held * row_bytes
+    for byte in range(0, row_bytes, _LINE):
+        prefetch(r.low + place + byte)
+        prefetch(r.step + place + byte)
+    prefetch(r.norm + b * r.norm_b + h_kv * r.norm_h + 4 * held)
+
+
 @jit
 def _visible_pages(r, b, h_kv, first_row, rows):
     """Return the range of the sketched pages that any of the rows may look at."""
@@ -211,7 +229,10 @@ def _make_run(bits):
                 q = scratch + VECTOR * r.depth_vectors * t
                 copy_query(r, first_row + t, q)
                 write_f32(norms + 4 * t, _query_norm(q, r.depth_vectors) * _f(r.rounding))
+            code_bytes = r.page_size * LANES * r.depth_vectors * bits // 8
             for page in range(first, last):
+                if page + _AHEAD < last:
+                    _ask_for_page(r, b, h_kv, page + _AHEAD, code_bytes)
                 for t in range(0, rows, BOUND_ROWS):
                     q = scratch + VECTOR * r.depth_vectors * t
                     some = min(BOUND_ROWS, rows - t)

@@ -50,6 +50,14 @@ def load_bytes(builder, address):
     return builder.icmp_unsigned("!=", value, ir.Constant(llvm_type, [0] * LANES))
 
 
+@operation(types.void, types.int64)
+def prefetch(builder, address):
+    """Ask for the cache line of an address that will be read soon; it need not be one that may be read."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer(builder, address, I8), I32(0), I32(3), I32(1)])  # to read, into all caches, data
+
+
 def _scalar_access(llvm_type, numba_type):
     @operation(numba_type, types.int64)
     def read(builder, address):
