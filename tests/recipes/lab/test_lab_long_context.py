@@ -3,6 +3,7 @@
 import csv
 import functools
 import sys
+import types
 
 import pytest
 import tiny_models as tiny
@@ -107,6 +108,18 @@ def test_verify(folder, monkeypatch, capsys, way):
     if way == "sampling":
         with pytest.raises(SystemExit, match="DIFFERENT from token"):
             _run(monkeypatch, folder, "verify", *call)
+
+
+def test_a_folder_of_a_patched_model_gives_the_softmax_model_too(folder):
+    load = functools.partial(
+        texts.load_model, types.SimpleNamespace(model=folder / "model", dtype=torch.float32, alpha="own")
+    )
+    assert not hf_entmax.is_patched(load(sparse=False))
+    assert hf_entmax.alphas(load())["decoder_self"].flatten().tolist() == pytest.approx(
+        [1.2, 1.4, 1.6, 1.9, 1.9, 1.5, 1.3, 1.7]
+    )
+    other = types.SimpleNamespace(model=folder / "model", dtype=torch.float32, alpha="1.5")
+    assert (hf_entmax.alphas(texts.load_model(other))["decoder_self"] == 1.5).all()
 
 
 def test_what_cannot_be(folder, monkeypatch):
