@@ -127,6 +127,13 @@ class TestTheCommittedList:
         with pytest.raises(ValueError, match="0 jobs of the group inflection"):
             heads.job_of(COMMITTED, "inflection", {"seed": "7"})
 
+    def test_a_model_that_was_not_trained_is_named_with_what_trains_it(self, tmp_path):
+        job = heads.job_of(COMMITTED, *views.WORD)
+        with pytest.raises(FileNotFoundError, match=r"there is no .*/model: train first, .* --only inflection_epochs"):
+            heads.trained(job, tmp_path)
+        (tmp_path / job.name / "model").mkdir(parents=True)
+        assert heads.trained(job, tmp_path) == tmp_path / job.name / "model"
+
     def test_models_that_a_job_starts_from_are_made_by_another(self):
         folders = {f"runs/{job.name}/model" for job in COMMITTED}
         used = {word for job in COMMITTED for word in job.options if word.endswith("/model")}

@@ -28,7 +28,11 @@ def test_what_a_bound_leaves_out_has_no_weight():
 
 
 @pytest.mark.slow
-def test_every_layer_and_share_has_a_row(tmp_path):
+def test_every_layer_and_share_has_a_row(tmp_path, monkeypatch):
+    keys, shares = [], prefill_tiles.shares
+    monkeypatch.setattr(
+        prefill_tiles, "shares", lambda query, key, *more: keys.append(key) or shares(query, key, *more)
+    )
     tiny.build("mistral", sliding_window=None, max_position_embeddings=512).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     draw = torch.randint(3, tiny.VOCAB, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -40,3 +44,5 @@ def test_every_layer_and_share_has_a_row(tmp_path):
     assert [row["layer"] for row in rows] == ["0", "1"]
     for row in rows:
         assert float(row["at_least_ms"]) > 0 and 0 < float(row["nonzero"]) < 1
+    for one, two, three, four in keys:  # two query heads share the keys of one head
+        assert torch.equal(one, two) and torch.equal(three, four) and not torch.equal(two, three)
