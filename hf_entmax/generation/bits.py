@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_entmax.ops.exact import suggested_bits
+from hf_entmax.ops.options import AttentionOptions
 
 Bits = Literal["auto", 2, 4, 6, 8]
 # Below this alpha nearly every key has weight, and reading every key is cheaper than proving that.
@@ -67,3 +69,18 @@ class BitChoice:
         for head, (bits, share) in enumerate(zip(self.bits, shares, strict=True)):
             if bits is not None and bits / element_bits + min(_OUT_OF_ORDER * share, 1.0) > _TOO_MUCH:
                 self.bits[head] = {2: 4, 4: 6, 6: 8}.get(bits)
+
+
+def of_run(
+    first: int, last: int, query: Tensor, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, float | Tensor, AttentionOptions]:
+    """Return of the arguments of attention what belongs to the key heads of a run, and to the query heads that share them."""
+    if (first, last) == (0, key.shape[1]):
+        return query, key, value, alpha, options
+    group = query.shape[1] // key.shape[1]
+    heads = slice(first * group, last * group)
+    by_head = {n: t for n, t in options.tensors().items() if n != "key_padding_mask" and t.dim() > 2}
+    by_head = {name: term[..., heads, :, :] for name, term in by_head.items() if term.shape[-3] > 1}
+    options = dataclasses.replace(options, **by_head, sink=None if options.sink is None else options.sink[heads])
+    alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
+    return query[:, heads], key[:, first:last], value[:, first:last], alpha, options

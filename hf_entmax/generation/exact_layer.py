@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_entmax.generation.bits import BitChoice, Bits
+from hf_entmax.generation.bits import BitChoice, Bits, of_run
 from hf_entmax.generation.cache_reads import LayerCertificate, Tally
 from hf_entmax.generation.growing_layer import GrowingLayer
 from hf_entmax.generation.verification import verify
@@ -146,15 +146,7 @@ class ExactSparseLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Compute the output of adjacent key heads with equal bits, and their counts ``[3, heads]``; nonzero is -1 if unknown."""
         first, last, bits = run
-        if (first, last) != (0, key.shape[1]):
-            group = query.shape[1] // key.shape[1]
-            heads = slice(first * group, last * group)
-            query, key, value = query[:, heads], key[:, first:last], value[:, first:last]
-            alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
-            by_head = {n: t for n, t in options.tensors().items() if n != "key_padding_mask" and t.dim() > 2}
-            by_head = {name: term[..., heads, :, :] for name, term in by_head.items() if term.shape[-3] > 1}
-            sink = None if options.sink is None else options.sink[heads]
-            options = dataclasses.replace(options, **by_head, sink=sink)
+        query, key, value, alpha, options = of_run(first, last, query, key, value, alpha, options)
         if bits is None:
             pairs = _count_pairs(query, key, options)
             out, _ = attend(query, key, value, alpha, options, backend)

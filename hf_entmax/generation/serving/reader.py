@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_entmax.generation.bits import BitChoice, Bits
+from hf_entmax.generation.bits import BitChoice, Bits, of_run
 from hf_entmax.generation.cache_reads import Certificate, LayerCertificate, Tally
 from hf_entmax.generation.verification import verify
 from hf_entmax.integration.paged import PagedCall
@@ -147,14 +147,8 @@ class LayerReader:
     ) -> tuple[Tensor, Tensor]:
         """Compute the output of neighbouring key heads of the same bits, and their counts ``[3, B, heads]``, nonzero -1 if all is read."""
         first, last, bits = run
-        alpha = call.alpha
-        assert alpha is not None
-        if (first, last) != (0, key.shape[1]):
-            group = query.shape[1] // key.shape[1]
-            heads = slice(first * group, last * group)
-            query, key, value = query[:, heads], key[:, first:last], value[:, first:last]
-            alpha = alpha[heads] if isinstance(alpha, Tensor) and alpha.numel() > 1 else alpha
-            options = dataclasses.replace(options, sink=None if options.sink is None else options.sink[heads])
+        assert call.alpha is not None
+        query, key, value, alpha, options = of_run(first, last, query, key, value, call.alpha, options)
         sketch = None
         if bits is not None and rows.any_sparse:
             sketch = self._sketched((first, last, bits), rows, key)
