@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_entmax.ops.triton_gpu.row_math import alpha_gradient, alpha_terms, log_slope, make_mapping, tile_weights
+from hf_entmax.ops.triton_gpu.row_math import alpha_gradient, alpha_sums, log_slope, make_mapping, tile_weights
 from hf_entmax.ops.triton_gpu.tiles import (
     ScoreTerms,
     dot,
@@ -96,7 +96,7 @@ def _query_pass(
         first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
         keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        p, s, _, log_p = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
+        p, s, _, log2_p = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
         dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
         g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
         # Of a key without weight nothing is known: its dot products and slope may be NaN.
@@ -108,11 +108,8 @@ def _query_pass(
             keys, _ = without_nonfinite(keys)
         acc = dot(grad_z.to(keys.dtype), keys, acc, OPTIONS.PRECISION)
         if OPTIONS.GRAD_ALPHA:
-            term_a, term_b, term_c, term_d = alpha_terms(p, s, log_p, g, row_log_slope[:, None], mapping)
-            sum_a += tl.sum(term_a, 1)
-            sum_b += tl.sum(term_b, 1)
-            sum_c += tl.sum(term_c, 1)
-            sum_d += tl.sum(term_d, 1)
+            tile_a, tile_b, tile_c, tile_d = alpha_sums(p, s, log2_p, g, row_log_slope[:, None], mapping)
+            sum_a, sum_b, sum_c, sum_d = sum_a + tile_a, sum_b + tile_b, sum_c + tile_c, sum_d + tile_d
     return acc, sum_a, sum_b, sum_c, sum_d
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_entmax.ops.triton_gpu.row_math import (
+    LN_2,
     MASKED,
     MASKED_BELOW,
     bin_bits,
@@ -120,14 +121,15 @@ def _output_pass(
         if CAREFUL:
             values, wrong = without_nonfinite(values)
         below = z - row_max[:, None]
-        p, s, _, log_p = tile_weights(below, unit, c[:, None], mapping, OPTIONS.ALPHA)
+        p, s, _, log2_p = tile_weights(below, unit, c[:, None], mapping, OPTIONS.ALPHA)
         total += tl.sum(p, 1)
         if stats is not None:
             block_slope = tl.sum(s, 1)
             slope += block_slope
             if OPTIONS.GRAD_ALPHA:
-                entropy -= tl.sum(p * log_p, 1)
-                moment -= tl.sum(tl.where(s == 0.0, 0.0, s * (below * unit - c[:, None])), 1)
+                entropy -= tl.sum(p * log2_p, 1) * LN_2
+                if mapping.small:
+                    moment -= tl.sum(tl.where(s == 0.0, 0.0, s * (below * unit - c[:, None])), 1)
             # Words of a block of queries are this program's alone.
             supported = tl.max((block_slope != 0.0).to(tl.int32), 0) != 0
             tl.atomic_or(flags + index // 32, 1 << (index % 32), mask=supported, sem="relaxed")

@@ -43,7 +43,7 @@ NEAR_U = tl.constexpr(0.25)
 # Halley converges cubically: an error of 1e-3 before the step is, as a rule, below the rounding of float32 after it.
 TOLERANCE = tl.constexpr(1e-3)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Mapping(NamedTuple):
@@ -111,7 +111,7 @@ def expm1_ratio(x):
 
 @triton.jit
 def expq(y, mapping, ALPHA: tl.constexpr):
-    """``p``, ``s = p / w``, ``s / w`` and ``log p`` (0 off the support), for ``y <= 0``. The unused cost nothing.
+    """``p``, ``s = p / w``, ``s / w`` and ``log2 p`` (finite where p = 0), for ``y <= 0``. The unused cost nothing.
 
     ``ALPHA``: 1.0, 1.5 or 2.0 when alpha is that number by construction, else 0.0. It is an argument of its own, not a
     part of ``mapping``, because a constant that a device function returns in a tuple is a constant no longer.
@@ -148,31 +148,31 @@ def _powers(y, x, w, mapping, ALPHA: tl.constexpr):
         p = fast_exp2(y * _LOG2_E)
         s = p
         curvature = p
-        log_p = tl.where(p == 0.0, 0.0, y)
+        log2_p = tl.where(p == 0.0, 0.0, y * _LOG2_E)
     elif ALPHA == 1.5:
         s = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
         p = s * s
         curvature = tl.where(off, 0.0, 1.0)
-        log_p = 2.0 * _LN_2 * fast_log2(safe)
+        log2_p = 2.0 * fast_log2(safe)
     elif ALPHA == 2.0:
         p = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
         s = tl.where(off, 0.0, 1.0)
         curvature = s / safe
-        log_p = _LN_2 * fast_log2(safe)
+        log2_p = fast_log2(safe)
     else:
-        exponent = fast_log2(safe) * mapping.inv_u
+        log2_p = fast_log2(safe) * mapping.inv_u
         if mapping.near:
             polynomial = 1.4426950604177182 + x * (
                 -0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324))
             )
-            exponent = tl.where(x > -0.125, y * polynomial, exponent)
+            # Not minus infinity: its product with p = 0 is asked for.
+            near = tl.maximum(y * polynomial, -300.0, propagate_nan=tl.PropagateNan.ALL)
+            log2_p = tl.where(x > -0.125, near, log2_p)
         # One power serves all three: the unit that makes powers takes eight times as long as one that multiplies.
-        curvature = tl.where(off, 0.0, fast_exp2(exponent * (1.0 - 2.0 * mapping.u)))
+        curvature = tl.where(off, 0.0, fast_exp2(log2_p * (1.0 - 2.0 * mapping.u)))
         s = curvature * safe
         p = s * safe
-        # Not minus infinity: its product with p = 0 is asked for.
-        log_p = tl.maximum(exponent, -200.0, propagate_nan=tl.PropagateNan.ALL) * _LN_2
-    return p, s, curvature, log_p
+    return p, s, curvature, log2_p
 
 
 @triton.jit
@@ -300,14 +300,14 @@ def log_slope(moment, mapping):
 
 
 @triton.jit
-def alpha_terms(p, s, log_p, g, row_log_slope, mapping):
-    """Four elementwise terms whose row sums give the derivative in alpha, see ``alpha_gradient``.
+def alpha_sums(p, s, log2_p, g, row_log_slope, mapping):
+    """Four sums of the rows of a tile that give the derivative in alpha, see ``alpha_gradient``.
 
     ``g``: dL/dp, any row constant taken off. ``row_log_slope``: see ``log_slope``.
     """
     # One return: a device function that returns from within a branch on a run-time value is not inlined.
     if mapping.small:
-        scaled = tl.where(p > 0.0, -log_p - row_log_slope, 0.0)
+        scaled = tl.where(p > 0.0, log2_p * -LN_2 - row_log_slope, 0.0)
         x = mapping.u * scaled
         series = 1.0 / 2 + x * (
             1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x * (1.0 / 5040 + x * (1.0 / 40320)))))
@@ -317,20 +317,20 @@ def alpha_terms(p, s, log_p, g, row_log_slope, mapping):
         second = tl.where(tl.abs(x) < 0.5, series, ((tl.exp(x) - 1.0) / far - 1.0) / far)
         first = 1.0 + x * second
         b = p * scaled * scaled * second
-        a = g * b
-        d = g * p
-        c = d * scaled * first
+        gp = g * p
+        sum_a, sum_b = tl.sum(g * b, 1), tl.sum(b, 1)
+        sum_c, sum_d = tl.sum(gp * scaled * first, 1), tl.sum(gp, 1)
     else:
-        a = g * p
-        b = g * s
-        c = -a * log_p
-        d = tl.zeros_like(a)
-    return a, b, c, d
+        gp = g * p
+        sum_a, sum_b = tl.sum(gp, 1), tl.sum(g * s, 1)
+        sum_c = tl.sum(gp * log2_p, 1) * -LN_2
+        sum_d = tl.zeros_like(sum_a)
+    return sum_a, sum_b, sum_c, sum_d
 
 
 @triton.jit
 def alpha_gradient(a, b, c, d, slope, entropy, mapping):
-    r"""dL/dalpha of a row from the row sums of ``alpha_terms``.
+    r"""dL/dalpha of a row from the sums of ``alpha_sums``.
 
     For ``u >= SMALL_U``, with ``pt = s / sum s``, ``h = -p log p``, ``H = sum h``:
 

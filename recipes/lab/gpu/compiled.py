@@ -208,41 +208,52 @@ def nvidia_tool(name: str, kernel: Any, *options: str) -> str:
 def loops(assembly: str) -> list[dict[str, int]]:
     """The loops that hold matrix products, in order: instructions, and cycles of a quarter of a multiprocessor for each warp.
 
-    Both branches of a condition count, so that a loop costs at most these cycles; ``least`` leaves out what a branch may jump over (the
-    edge of what is visible, a series for alphas near 1).
+    All branches of a condition count, so that a loop costs at most these cycles; ``least`` has the shortest way through it (no edge of
+    what is visible, no series for alphas near 1).
     """
     labels: dict[str, int] = {}
-    code: list[tuple[str, str]] = []
+    code: list[tuple[str, str, bool]] = []
     for line in assembly.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
             labels[label[1]] = len(code)
-        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
-            code.append((found[1], found[2]))
-    spans = []
-    for end, (operation, rest) in enumerate(code):
-        target = re.search(r"\.L_\w+", rest) if operation.startswith("BRA") else None
-        if target and labels.get(target[0], end + 1) <= end:
-            spans.append((labels[target[0]], end))
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
+            code.append((found[2], found[3], found[1] is not None or "P" in found[3].split("`")[0]))
+    jumps = {place: labels.get(_target(rest), place) for place, (name, rest, _) in enumerate(code) if name[:3] == "BRA"}
+    spans = [(target, place) for place, target in jumps.items() if target < place]
     result = []
     for first, last in spans:
         if any(first < other and end < last for other, end in spans):
             continue  # an inner loop is counted by itself
-        counts, end = _counts(code[first : last + 1]), first
-        always = []
-        for place in range(first, last + 1):
-            target = re.search(r"\.L_\w+", code[place][1]) if code[place][0].startswith("BRA") else None
-            if place >= end:
-                always.append(code[place])
-                end = max(end, labels.get(target[0], 0)) if target and labels.get(target[0], 0) <= last else end
+        counts = _counts(code[first : last + 1])
         if counts["products"]:
-            result.append({**counts, "cycles": _cycles(counts), "least": _cycles(_counts(always))})
+            least = _cycles(_counts([code[place] for place in _shortest(code, jumps, first, last)]))
+            result.append({**counts, "cycles": _cycles(counts), "least": least})
     return result
 
 
-def _counts(code: list[tuple[str, str]]) -> dict[str, int]:
-    counts = {"instructions": len(code), "products": sum(bool(re.match(PRODUCT, operation)) for operation, _ in code)}
+def _target(rest: str) -> str:
+    found = re.search(r"\.L_\w+", rest)
+    return found[0] if found else ""
+
+
+def _shortest(code: list[tuple[str, str, bool]], jumps: dict[int, int], first: int, last: int) -> list[int]:
+    """The places of the fewest instructions that lead from the first to the last of a loop."""
+    length, following = {last: 1}, {}
+    for place in range(last - 1, first - 1, -1):
+        ways = [place + 1] if place not in jumps or code[place][2] else []
+        ways += [jumps[place]] if place < jumps.get(place, 0) <= last else []
+        following[place] = min(ways, key=lambda way: length[way], default=last)
+        length[place] = 1 + (length[following[place]] if ways else len(code))
+    places = [first]
+    while places[-1] != last:
+        places.append(following[places[-1]])
+    return places
+
+
+def _counts(code: list[tuple[str, str, bool]]) -> dict[str, int]:
+    counts = {"instructions": len(code), "products": sum(bool(re.match(PRODUCT, operation)) for operation, *_ in code)}
     return counts | {
-        unit: sum(bool(re.match(pattern, operation)) for operation, _ in code) for unit, (pattern, _) in UNITS.items()
+        unit: sum(bool(re.match(pattern, operation)) for operation, *_ in code) for unit, (pattern, _) in UNITS.items()
     }
 
 
