@@ -194,15 +194,10 @@ def first_threshold(total, count, u):
 
 
 @triton.jit
-def _binned_mass(c, counts, width, mapping, ALPHA: tl.constexpr):
-    """``sum p``, ``sum s`` and ``sum s / w`` of one score at the maximum and ``counts`` in the middles of bins, see `histogram_bracket`."""
-    total, slope, curvature, _ = expq(-c, mapping, ALPHA)
-    for i in tl.static_range(7):
-        p, s, e, _ = expq(-(width * (i + 0.375) + c), mapping, ALPHA)
-        total += counts[i] * p
-        slope += counts[i] * s
-        curvature += counts[i] * e
-    return total, slope, curvature
+def _binned_mass(c, counts, distance, mapping, ALPHA: tl.constexpr):
+    """``sum p``, ``sum s`` and ``sum s / w`` of ``counts`` scores at a ``distance`` from the maximum, see `histogram_bracket`."""
+    p, s, e, _ = expq(-(distance + c[:, None]), mapping, ALPHA)
+    return tl.sum(counts * p, 1), tl.sum(counts * s, 1), tl.sum(counts * e, 1)
 
 
 @triton.jit
@@ -238,13 +233,18 @@ def histogram_bracket(counts, width, least, largest, mapping, ALPHA: tl.constexp
 
     ``counts``: seven numbers of scores by bin, the maximum among them; ``width``: h. Gives the start, ``low`` and ``high``.
     """
-    others = (tl.maximum(counts[0] - 1.0, 0.0), counts[1], counts[2], counts[3], counts[4], counts[5], counts[6])
+    # The maximum alone, and seven bins without it.
+    place = tl.arange(0, 8)[None, :]
+    numbers = tl.where(place == 1, tl.maximum(counts[0] - 1.0, 0.0)[:, None], 1.0)
+    for i in tl.static_range(1, 7):
+        numbers = tl.where(place == i + 1, counts[i][:, None], numbers)
+    distance = tl.where(place == 0, 0.0, width[:, None] * (place - 0.625))
     c, below, above, low, high = least, least, largest, least, largest
     # This margin is far above what rounding does to B.
     margin = width * 0.03125
     for n_steps in range(0, 6):
         at = c + tl.where(n_steps == 4, -margin, tl.where(n_steps == 5, margin, 0.0))
-        total, slope, curvature = _binned_mass(at, others, width, mapping, ALPHA)
+        total, slope, curvature = _binned_mass(at, numbers, distance, mapping, ALPHA)
         low = tl.where(total >= 1.0, tl.maximum(low, at - 0.5 * width), low)
         high = tl.where(total < 1.0, tl.minimum(high, at + 0.5 * width), high)
         step, below, above, _ = threshold_step(at, below, above, total, slope, curvature, n_steps, mapping.u, 0.0)

@@ -35,8 +35,8 @@ from .setting import Setting
 #: Parts: a module of this package with ``run(rows, setting)`` or ``run_PART``, and how many seconds it may take.
 PARTS = {
     "environment": ("environment", 60.0), "correctness": ("correctness", 330.0), "sanitizer": ("correctness", 150.0),
-    "tuning": ("tuning", 270.0), "timings": ("timings", 330.0), "losses": ("others", 90.0), "models": ("others", 150.0),
-    "profile": ("profile", 90.0), "decoding": ("others", 60.0), "compiled": ("compiled", 3600.0),
+    "tuning": ("tuning", 270.0), "timings": ("timings", 330.0), "losses": ("losses", 90.0), "models": ("models", 150.0),
+    "profile": ("profile", 90.0), "decoding": ("decoding", 60.0), "compiled": ("compiled", 3600.0),
 }  # fmt: skip
 #: How often a part that crashes is begun again, and the seconds below which none is begun.
 TRIES, LEAST = 3, 20.0
