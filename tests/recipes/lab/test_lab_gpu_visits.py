@@ -51,6 +51,8 @@ def test_the_forecast_adds_what_each_pass_costs():
     assert forecast.ratio(row, "1.5", backward=False) == pytest.approx(forward / 500)
     assert forecast.ratio(row, "1.5") == pytest.approx((forward + 0.4 * cycles["backward"]) / 1500)
     assert forecast.ratio(row, "learned") > forecast.ratio(row, "1.5")
+    products = 1 + 0.5 + 0.5 + 3 * 0.4 + 7 * 0.4
+    assert forecast.ratio(row, "1.5", hidden=False) == pytest.approx(forecast.ratio(row, "1.5") + products * 128 / 1500)
     assert forecast.adasplash(0.61) == pytest.approx(0.99) and forecast.adasplash(0.2) is None
     row |= {"scores": "recency", "length": "2048", "alpha": "1.5"}
     assert "| recency, 2k | 1.5 | 60% | 0.50 |" in forecast.table([row])
