@@ -35,7 +35,9 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
     def empty(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*lead, width), dtype=dtype, device=query.device)
 
-    upper, width, scores, found = empty(keys), empty(all_pages), empty(keys + 1), empty(keys + 1, torch.int32)
+    upper, scores, found = empty(keys), empty(keys + 1), empty(keys + 1, torch.int32)
+    edges = torch.empty((3, *lead, all_pages), dtype=torch.float32, device=query.device)
+    page_list = empty(all_pages, torch.int32)
     out = torch.empty((batch, queries, heads, value.shape[3]), dtype=value.dtype, device=query.device).transpose(1, 2)
     counts = torch.empty((2, *lead), dtype=torch.int64, device=query.device)
     sink = None if sink is None else sink.detach().contiguous()
@@ -43,12 +45,12 @@ def attend(inputs: Arguments, sketch: KeySketch, sink: Tensor | None) -> tuple[T
     with _on_device(query):
         exact_kernels._score_bounds_kernel[(all_pages * batch * kv_heads * -(-rows // call.blocks.rows),)](
             call.inputs, call.terms, *map(_array, (sketch.codes, sketch.low, sketch.step, sketch.norm[..., None])),
-            upper, width, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
+            upper, edges, score_rounding(query.shape[3], torch.float32, torch.device("cpu")), sketch.pages, all_pages,
             call.problem, BITS=sketch.bits, PAGE=page, DEPTH=depth, CHANNELS=min(32, depth & -depth), COLS=padded(page),
             OPTIONS=options, num_warps=4, **FUSED,
         )  # fmt: skip
         exact_kernels._exact_rows_kernel[(batch * heads * queries,)](
-            call.inputs, call.terms, sink, upper, width, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
+            call.inputs, call.terms, sink, upper, edges, page_list, found, scores, _array(out), counts, all_pages, _MAX_PASSES,
             call.problem, PAGE=page, CHUNK=_CHUNK, OPTIONS=options, num_warps=_WARPS, **FUSED,
         )  # fmt: skip
     return out, counts

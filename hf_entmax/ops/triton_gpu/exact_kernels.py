@@ -52,14 +52,14 @@ def _load_codes(plane, channels, keys, inside, DEPTH: tl.constexpr, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["pages", "all_pages"])
 def _score_bounds_kernel(
-    inputs, terms, codes, low, step, norm, upper, width, rounding, pages, all_pages, problem,
+    inputs, terms, codes, low, step, norm, upper, edges, rounding, pages, all_pages, problem,
     BITS: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, COLS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Upper bounds ``[B, H, T_q, T_k]`` of the scores of a page, infinite where nothing is known, ``MASKED`` where not visible.
 
-    ``width`` ``[B, H, T_q, all_pages]``: how far below them the lower bounds lie at most. A tile holds rows of all query
-    heads that share a key head.
+    ``edges`` ``[3, B, H, T_q, all_pages]``: how far below them the lower bounds of a page lie at most, the highest lower bound
+    and the highest upper one. A tile holds rows of all query heads that share a key head.
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     problem = whole_numbers(problem)
@@ -130,16 +130,41 @@ def _score_bounds_kernel(
     z = tl.where((z != z) | ((z > MASKED_BELOW) & (known == 0)), float("inf"), z)
     row = (batch * problem.H + head) * T_q + rows
     tl.store(upper + row[:, None] * T_k + cols[None, :], z, mask=real[:, None] & there[None, :])
-    tl.store(width + row * all_pages + page, tl.max(half, 1) * 2.0 * tl.abs(problem.scale), mask=real)
+    width = tl.max(half, 1) * 2.0 * tl.abs(problem.scale)
+    z = tl.where(there[None, :], z, MASKED)
+    n_edges = (problem.B * problem.H * T_q).to(tl.int64) * all_pages
+    edges += row * all_pages + page
+    tl.store(edges, width, mask=real)
+    tl.store(edges + n_edges, tl.max(_lower(z, width[:, None]), 1), mask=real)
+    tl.store(edges + 2 * n_edges, tl.max(z, 1), mask=real)
 
 
 @triton.jit
-def _load_bounds(upper, width, first, T_k, PAGE: tl.constexpr, CHUNK: tl.constexpr):
-    """Lower and upper bounds of some columns and their indices; a score of which nothing is known has no lower bound."""
-    cols = first + tl.arange(0, CHUNK)
-    high = tl.load(upper + cols, mask=cols < T_k, other=MASKED)
-    low = high - tl.load(width + cols // PAGE, mask=cols < T_k, other=0.0)
-    return tl.where(high < float("inf"), low, MASKED), high, cols
+def _lower(high, width):
+    """Lower bounds from upper ones; a score of which nothing is known has none."""
+    return tl.where(high < float("inf"), high - width, MASKED)
+
+
+@triton.jit
+def _list_pages(highest, least, page_list, all_pages, CHUNK: tl.constexpr):
+    """Write down the pages whose highest bound is above ``least``; returns how many there are."""
+    n = 0
+    for first in range(0, all_pages, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        n = _append(page_list, page, tl.load(highest + page, mask=page < all_pages, other=MASKED) > least, n)
+    tl.debug_barrier()
+    return n
+
+
+@triton.jit
+def _load_bounds(upper, width, page_list, n, first, T_k, PAGE: tl.constexpr, CHUNK: tl.constexpr):
+    """Lower and upper bounds of some columns of ``n`` listed pages, and their indices."""
+    place = first + tl.arange(0, CHUNK)
+    inside = place < n * PAGE
+    page = tl.load(page_list + place // PAGE, mask=inside, other=0)
+    cols = page * PAGE + place % PAGE
+    high = tl.load(upper + cols, mask=inside & (cols < T_k), other=MASKED)
+    return _lower(high, tl.load(width + page, mask=inside, other=0.0)), high, cols
 
 
 @triton.jit
@@ -183,12 +208,13 @@ def _threshold(scores, n, top, mapping, max_passes, ALPHA: tl.constexpr, CHUNK: 
 
 @triton.jit
 def _exact_rows_kernel(
-    inputs, terms, sink, upper, width, found, scores, out, counts, all_pages, max_passes, problem,
+    inputs, terms, sink, upper, edges, page_list, found, scores, out, counts, all_pages, max_passes, problem,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, and how many keys were read and have weight: counts ``[2, rows]``.
 
-    ``found`` and ``scores`` ``[rows, T_k + 1]`` hold lists; their first entry is the sink's, absent or not.
+    ``found`` and ``scores`` ``[rows, T_k + 1]`` hold lists; their first entry is the sink's, absent or not. ``page_list``
+    ``[rows, all_pages]``: bounds are read page by page, where the highest of a page says that one of them matters.
     """
     COLS: tl.constexpr = OPTIONS.COLS
     problem = whole_numbers(problem)
@@ -198,7 +224,10 @@ def _exact_rows_kernel(
     batch, head = (plane // problem.H).to(tl.int64), (plane % problem.H).to(tl.int64)
     kv_head = head // problem.group
     upper += row.to(tl.int64) * T_k
-    width += row.to(tl.int64) * all_pages
+    page_list += row.to(tl.int64) * all_pages
+    n_edges = tl.num_programs(0).to(tl.int64) * all_pages
+    width = edges + row.to(tl.int64) * all_pages
+    highest_low, highest = width + n_edges, width + 2 * n_edges
     found += row.to(tl.int64) * (T_k + 1)
     scores += row.to(tl.int64) * (T_k + 1)
     head_alpha = tl.load(inputs.alpha + head)
@@ -209,14 +238,17 @@ def _exact_rows_kernel(
     top = tl.maximum(top.to(tl.float32), MASKED, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scores, top)
     n = 1
-    for first in range(0, T_k, CHUNK):
-        low, _, _ = _load_bounds(upper, width, first, T_k, PAGE, CHUNK)
+    for first in range(0, all_pages, CHUNK):
+        page = first + tl.arange(0, CHUNK)
+        low = tl.load(highest_low + page, mask=page < all_pages, other=MASKED)
         top = tl.maximum(top, tl.max(low, 0), propagate_nan=tl.PropagateNan.ALL)
     floor = MASKED_BELOW
     if (mapping.u > _LEAST_U) & (top > MASKED_BELOW):
-        for first in range(0, T_k, CHUNK):
-            low, _, _ = _load_bounds(upper, width, first, T_k, PAGE, CHUNK)
-            n = _append(scores, low, low > tl.maximum(top - mapping.inv_u, MASKED_BELOW), n)
+        least = tl.maximum(top - mapping.inv_u, MASKED_BELOW)
+        n_pages = _list_pages(highest_low, least, page_list, all_pages, CHUNK)
+        for first in range(0, n_pages * PAGE, CHUNK):
+            low, _, _ = _load_bounds(upper, width, page_list, n_pages, first, T_k, PAGE, CHUNK)
+            n = _append(scores, low, low > least, n)
         tl.debug_barrier()
         c = _threshold(scores, n, top, mapping, max_passes, OPTIONS.ALPHA, CHUNK)
         margin = _MARGIN * (1.0 + tl.abs(top) + mapping.inv_u + problem.softcap)
@@ -225,9 +257,11 @@ def _exact_rows_kernel(
         floor = tl.where(total >= 1.0, top + (c - mapping.inv_u - 2.0 * margin), MASKED_BELOW)
         tl.debug_barrier()
     n = 1
-    for first in range(0, T_k, CHUNK):
-        _, high, cols = _load_bounds(upper, width, first, T_k, PAGE, CHUNK)
-        n = _append(found, cols, high > tl.maximum(floor, MASKED_BELOW), n)
+    floor = tl.maximum(floor, MASKED_BELOW)
+    n_pages = _list_pages(highest, floor, page_list, all_pages, CHUNK)
+    for first in range(0, n_pages * PAGE, CHUNK):
+        _, high, cols = _load_bounds(upper, width, page_list, n_pages, first, T_k, PAGE, CHUNK)
+        n = _append(found, cols, high > floor, n)
     tl.debug_barrier()
 
     # The scores of what is left, as in dense attention. NaN, which the maximum passes over, and the infinities show apart.
