@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 #: Keys that a batch may carry for the analysis; the model never sees them.
 ANNOTATIONS = (
@@ -62,7 +63,8 @@ class BatchInfo:
 def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     """Move a batch to the model, work out its masks, and drop what only costs time (labels, caches).
 
-    It is what a data collator returns: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...
+    It is what a data collator returns: ``input_ids``, ``attention_mask``, ``labels`` or ``decoder_input_ids``, ...; an
+    encoder-decoder model may be given ``encoder_outputs`` in the place of what its encoder reads.
 
     Raises:
         TypeError: the batch is no mapping, or its inputs, mask or labels are no tensors.
@@ -72,11 +74,15 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch must be a dict of tensors as a data collator returns it, got {type(batch).__name__}.")
     main = next((name for name in _MAIN_INPUTS if batch.get(name) is not None), None)
-    if main is None:
+    # of an encoder that has been run, such as a frozen one
+    encoded = batch.get("encoder_outputs") if main is None and is_encoder_decoder(model) else None
+    if main is None and encoded is None:
         raise ValueError(
             f"a batch needs one of {', '.join(_MAIN_INPUTS)}; this one has {', '.join(map(str, batch)) or 'nothing'}."
         )
-    for name in (main, "attention_mask", "labels"):
+    if isinstance(encoded, Tensor):
+        raise TypeError("encoder_outputs of a batch must be what the encoder returns, or a tuple: got a tensor.")
+    for name in (*([main] if main else []), "attention_mask", "labels"):
         if not isinstance(batch.get(name), Tensor | None):
             raise TypeError(
                 f"{name} of a batch must be a tensor, got {type(batch[name]).__name__}: a tokenizer returns tensors with "
@@ -84,7 +90,10 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
             )
     device = next(model.parameters()).device
     tensors = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    info = BatchInfo(inputs={}, size=int(tensors[main].shape[0]))
+    if encoded is not None:
+        tensors["encoder_outputs"] = BaseModelOutput(encoded[0].to(device))
+    first = tensors[main] if main else tensors["encoder_outputs"][0]
+    info = BatchInfo(inputs={}, size=int(first.shape[0]))
     info.annotations = {key: tensors.pop(key) for key in ANNOTATIONS if tensors.get(key) is not None}
     labels = tensors.pop("labels", None)
     pad = pad_token_id(model)

@@ -101,6 +101,7 @@ def sites(args: argparse.Namespace) -> None:
             if pick(results.rows, **row):
                 continue
             processor, model = load_speech(args.model, args.language)
+            dense_encoder = "encoder_self" not in site and site != "all"  # it hears each clip once
             if site:
                 soft: dict[str, Any] = (
                     {} if args.sharp else {"length_scaling": "constant", "length_scaling_init": "softmax"}
@@ -110,10 +111,9 @@ def sites(args: argparse.Namespace) -> None:
                 model = hf_entmax.patch_model(model, sites=chosen, **learned, **soft)
                 if args.budget:
                     own = labelled(read_clips(args.calibrate, "audio", "text")[:CALIBRATING], processor, model)
-                    collator = Collator(processor, model, False)
+                    collator = Collator(processor, model, dense_encoder)
                     with torch.enable_grad():
                         calibrate_alphas(model, [collator([clip]) for clip in own], args.budget, steps=args.steps)
-            dense_encoder = "encoder_self" not in site and site != "all"
             found = measure(model.eval(), processor, clips, args.language, known if dense_encoder else None)
             # The command of this row alone: rows that a file has are not made again, so that any of them can be asked for.
             words = [

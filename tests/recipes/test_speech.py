@@ -14,6 +14,7 @@ import hf_entmax
 import speech
 from common.audio import Clip, Collator, check_clips, read_audio, read_clips
 from common.settings import parse
+from hf_entmax.batches.prepare import prepare_batch
 
 
 @pytest.fixture
@@ -86,7 +87,8 @@ def test_a_target_for_the_density_is_for_sparse_attention(data):
 
 
 @pytest.mark.slow
-def test_pressure_on_the_density_moves_learned_alphas_up(data):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_pressure_on_the_density_moves_learned_alphas_up(data, frozen):
     options = {
         "attention": "learned",
         "alpha_init": "1.2",
@@ -99,7 +101,8 @@ def test_pressure_on_the_density_moves_learned_alphas_up(data):
     for target in ("1", "0.01"):
         out = {"out": str(data / f"run{target}"), "density_target": target}
         speech.main(parse(speech.Settings, "", command(data, **options, **out)))
-        density[target] = json.loads((data / f"run{target}" / "result.json").read_text())["density_encoder_self"]
+        result = json.loads((data / f"run{target}" / "result.json").read_text())
+        density[target] = result["density_cross" if frozen else "density_encoder_self"]
     assert density["0.01"] < density["1"]
 
 
@@ -132,8 +135,12 @@ def test_what_a_frozen_encoder_makes_of_a_clip_is_its_own(data):
         kept, features = once(batch), plain(batch)
         with torch.no_grad():
             torch.testing.assert_close(model(**kept).logits, model(**features).logits)
+            both = [model(**prepare_batch(model, dict(batch)).inputs).logits for batch in (kept, features)]
+            torch.testing.assert_close(*both)
         assert features["labels"].tolist() == [e["labels"] + [-100] * (3 - len(e["labels"])) for e in batch]
         assert (features["decoder_input_ids"][:, 0] == model.config.decoder_start_token_id).all()
+    with pytest.raises(TypeError, match="what the encoder returns"):
+        prepare_batch(model, {**once(examples[:2]), "encoder_outputs": torch.zeros(2, 100, 16)})
 
 
 def test_sound_of_any_rate_and_number_of_channels(tmp_path):
