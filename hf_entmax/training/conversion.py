@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_entmax.generation.members import output_alpha_of
+from hf_entmax.integration.attach import heads_of
 from hf_entmax.integration.labels import count_labels, divides_by_items, shifts_labels
 from hf_entmax.integration.output_loss import output_losses
 from hf_entmax.integration.patching import is_patched, softmax_attention
@@ -51,7 +52,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
         task_weight loss + distill_logits D_out + distill_attention mean_m D_m + lam mean_h max(D_tau_h, floor)
 
     with the distances of `logit_distillation` (``D_out``) and `attention_distillation` (``D_m``, of each attention module) to the
-    original, and the stand-in `soft_density` (``D_tau_h``) for the density of each head. ``constraint`` moves ``lam`` after every
+    original, and the stand-in `soft_density` (``D_tau_h``) for the density of each sparse head. ``constraint`` moves ``lam`` after every
     optimiser step: a `DensityTarget` by the density of the step, a `LossBudget` by how far the loss is above the original's, or,
     with ``task_weight=0``, by ``D_out``.
 
@@ -304,10 +305,12 @@ class ConversionCallback(TrainerCallback, ExportableState):
             distance = torch.stack(distances).mean()
             self._last["attention"] = float(distance.detach())
             terms = terms + self.distill_attention * distance
-        hard = torch.stack([attention_density(w.detach(), pairs[name]) for name, w in weights.items()]).mean()
+        # Modules that were left alone keep their softmax, which has no zeros.
+        sparse = {name: w for name, w in weights.items() if heads_of(seen.sites[name]) is not None} or weights
+        hard = torch.stack([attention_density(w.detach(), pairs[name]) for name, w in sparse.items()]).mean()
         self._last["density"] = float(hard)
         if self.constraint is not None:
-            soft = [soft_density(w, pairs[name], self.tau, self.floor) for name, w in weights.items()]
+            soft = [soft_density(w, pairs[name], self.tau, self.floor) for name, w in sparse.items()]
             terms = terms + self.constraint.multiplier * torch.stack(soft).mean()
             self._measured.append(rise if isinstance(self.constraint, LossBudget) else float(hard))
         return terms

@@ -68,7 +68,8 @@ def measure(
 ) -> dict[str, Any]:
     """Error rates, loss and density of a model on some clips; what its encoder makes of them is kept in ``known``, if given."""
     collator = Collator(processor, model, known is not None)
-    collator.known = known
+    if collator.known is not None:
+        collator.known = known
     heard: list[str] = []
     loss = count = 0.0
     examples = labelled(clips, processor, model)

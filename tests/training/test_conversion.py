@@ -92,6 +92,18 @@ def test_density_falls_to_its_target(tmp_path):
     assert density[0] > 0.4 and min(density) < 0.32
 
 
+def test_attention_that_keeps_its_softmax_has_no_part_in_the_density(tmp_path):
+    model = patch_model(tiny.build("llama"), alpha_init=1.5, layers=(0,))
+    with torch.no_grad(), record_attention(model) as seen:
+        model(input_ids=Rows().ids[:8], attention_mask=torch.ones(8, 8, dtype=torch.long))
+    density = {
+        seen.sites[n].layer: attention_density(w, torch.ones(8, 8, 8).tril().bool()) for n, w in seen.weights.items()
+    }
+    assert density[0] < density[1] == 1
+    trainer = _train(tmp_path, model, ConversionCallback(DensityTarget(0.3)), steps=1, data=EIGHT, learning_rate=0.0)
+    assert trainer.state.log_history[0]["conversion/density"] == pytest.approx(float(density[0]))
+
+
 def test_the_multiplier_waits_for_alpha(tmp_path):
     model = patch_model(tiny.build("llama"), alpha_init=1.5)
     trainer = _train(tmp_path, model, ConversionCallback(DensityTarget(0.1), after=0.5), steps=4, data=EIGHT)
