@@ -202,7 +202,10 @@ def write_moonshine(folder: Path, out: Path) -> None:
     )
     extractor = Wav2Vec2FeatureExtractor(do_normalize=False, return_attention_mask=True)
     processor = Wav2Vec2Processor(extractor, sentencepiece_tokenizer(read_pieces(folder / "tokenizer.bin")))
-    save(MoonshineForConditionalGeneration(config), state, out, processor)
+    model = MoonshineForConditionalGeneration(config)
+    # Its makers' limit, six and a half tokens for each of thirty seconds; without one `generate` stops after twenty.
+    model.generation_config.max_length = 194
+    save(model, state, out, processor)
 
 
 def read_pieces(path: Path) -> list[bytes]:
