@@ -4,7 +4,7 @@
     python recipes/speech.py --model models/whisper-tiny.en --attention 1.6 --softened true --sites cross --freeze_encoder true \
         --distill 1 --train data/train/manifest.jsonl --dev data/dev/manifest.jsonl --test data/test/manifest.jsonl \
         data/real/manifest.jsonl --lr 1e-5 --warmup 5 --batch_size 8 --epochs 2 --out runs/whisper-sparse
-    python recipes/speech.py ... --attention softmax --out runs/whisper-softmax                    # the control: train on
+    accelerate launch recipes/speech.py ... --attention softmax --out runs/whisper-softmax         # the control; several processes
     python recipes/speech.py ... --train hub:OWNER/NAME@train --audio audio --text sentence --out runs/common-voice
 
 Data: tables or JSON lines that name sound files (wav, flac, ogg, mp3; any rate) and what is said in them, or data sets of the Hub

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
 
 #: Keys that a batch may carry for the analysis; the model never sees them.
 ANNOTATIONS = (
@@ -80,8 +81,10 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
         raise ValueError(
             f"a batch needs one of {', '.join(_MAIN_INPUTS)}; this one has {', '.join(map(str, batch)) or 'nothing'}."
         )
-    if isinstance(encoded, Tensor):
-        raise TypeError("encoder_outputs of a batch must be what the encoder returns, or a tuple: got a tensor.")
+    if not isinstance(encoded, (ModelOutput, tuple, list, type(None))):
+        raise TypeError(
+            f"encoder_outputs of a batch must be what the encoder returns, or a tuple of it: got {type(encoded).__name__}."
+        )
     for name in (*([main] if main else []), "attention_mask", "labels"):
         if not isinstance(batch.get(name), Tensor | None):
             raise TypeError(
@@ -91,7 +94,11 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
     device = next(model.parameters()).device
     tensors = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     if encoded is not None:
-        tensors["encoder_outputs"] = BaseModelOutput(encoded[0].to(device))
+        # Its class too: some encoders return a mask of their own, which their decoders look for.
+        held: Any = encoded if isinstance(encoded, ModelOutput) else BaseModelOutput(encoded[0])
+        tensors["encoder_outputs"] = type(held)(
+            **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in held.items()}
+        )
     first = tensors[main] if main else tensors["encoder_outputs"][0]
     info = BatchInfo(inputs={}, size=int(first.shape[0]))
     info.annotations = {key: tensors.pop(key) for key in ANNOTATIONS if tensors.get(key) is not None}
@@ -110,6 +117,8 @@ def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:
         info.input_ids, info.mask = ids, mask
     elif main == "inputs_embeds":
         info.mask = _given_mask(tensors, "attention_mask")
+    elif encoded is not None:
+        info.mask = _mask_of_states(tensors)
     if is_encoder_decoder(model):
         _prepare_decoder(model, info, tensors, labels, pad)
 
@@ -219,6 +228,13 @@ def _text_config(config: Any) -> Any:
         return get() if callable(get) else config
     except ValueError:  # several text towers, none of them the main one
         return config
+
+
+def _mask_of_states(tensors: dict[str, Any]) -> Tensor | None:
+    """Return the mask of the encoder's states: its own, or the batch's where that is not of sound that they were made from."""
+    encoded = tensors["encoder_outputs"]
+    masks = [encoded.get("attention_mask"), tensors.get("attention_mask")]
+    return next((mask.bool() for mask in masks if mask is not None and mask.shape == encoded[0].shape[:2]), None)
 
 
 def _given_mask(tensors: dict[str, Any], name: str) -> Tensor | None:

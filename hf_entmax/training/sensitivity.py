@@ -138,7 +138,7 @@ def in_the_graph(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _stride(queries: int, keys: int) -> int:
-    """Every so many queries one is tried."""
+    """Return the distance from one query that is tried to the next."""
     return max(1, queries // ROWS, min(queries // FEWEST, queries * keys // WEIGHTS))
 
 

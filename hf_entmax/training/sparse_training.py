@@ -230,7 +230,7 @@ def _adapters(model: PreTrainedModel) -> Any:
 
 
 def _only(batches: list[Any]) -> Any:
-    """Yield ready batches one by one."""
+    """Return the only one: ready batches come one by one."""
     return batches[0]
 
 

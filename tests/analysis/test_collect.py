@@ -19,10 +19,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.moonshine.modeling_moonshine import MoonshineEncoderModelOutput
 
 from hf_entmax import patch_model
 from hf_entmax.analysis import AnalysisError, AnalysisInterrupted, AttentionStatistics, collect, metrics
 from hf_entmax.analysis.statistics.sentences import SentenceExtremes
+from hf_entmax.batches.prepare import prepare_batch
 from hf_entmax.integration.discovery import attention_sites
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,28 @@ def batches(pairs, size: int, side: str = "right", targets: bool = True):
             longest = max(map(len, labels))
             batch["labels"] = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
         yield batch
+
+
+@pytest.mark.parametrize("kind", ["output", "tuple", "own mask"])
+def test_states_of_an_encoder_may_stand_for_what_it_read(kind):
+    """Padding is no possible key either way, whether the batch says so or the encoder does."""
+    model = t5(patched=True)
+    for batch in batches(sentences(), 4):
+        read = collect(model, [batch], progress=False)
+        with torch.no_grad():
+            states = model.encoder(batch["input_ids"], attention_mask=batch["attention_mask"])
+        given = {name: value for name, value in batch.items() if name != "input_ids"} | {"encoder_outputs": states}
+        if kind == "tuple":
+            given["encoder_outputs"] = (states[0],)
+        if kind == "own mask":
+            given["encoder_outputs"] = MoonshineEncoderModelOutput(states[0], attention_mask=batch["attention_mask"])
+            prepared = prepare_batch(model, given).inputs["encoder_outputs"]
+            assert torch.equal(prepared.attention_mask, batch["attention_mask"])
+        heard = collect(model, [given], progress=False)
+        assert torch.equal(heard.density["cross"], read.density["cross"])
+        assert torch.allclose(heard.mean_support["cross"], read.mean_support["cross"])
+    with pytest.raises(TypeError, match=r"got dict"):
+        prepare_batch(model, given | {"encoder_outputs": {"last_hidden_state": states[0]}})
 
 
 def plain_tokenizer():
