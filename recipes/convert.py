@@ -18,7 +18,8 @@ held (``--attention 1.5``) or let go (``--attention learned``, from ``--release`
 while the density is above ``--density_target``; with ``--loss_budget`` density is the objective, and the pressure falls while the
 loss is further above the softmax model's than that. Alphas are then best free and sparse from the start (``--schedule abrupt
 --release 1.5 --softened true``): weights recover faster than alphas grow. A ``--model`` that is sparse already, e.g. from
-`hf_entmax.sparsify`, goes on from its own alphas; its teacher has the same weights and softmax.
+`hf_entmax.sparsify`, goes on from its own alphas; its teacher has the same weights and softmax. Another softmax model can teach instead
+(``--teacher``): the control, for one, which has learned from the same data already.
 
 Each evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
 training, and on the way. The model kept is the last one: a conversion that stopped early would not be one.
@@ -84,21 +85,21 @@ class ConversionTrainer(RecipeTrainer):
 
 
 def main(settings: Settings) -> None:
-    check_model(settings.model)
+    for folder in filter(None, (settings.model, settings.teacher)):
+        check_model(folder)
     kind = tasks.kind_of(settings, AutoConfig.from_pretrained(settings.model))
     data, tokenizer = tasks.read_data(settings, kind), AutoTokenizer.from_pretrained(settings.model)
-    teacher = tasks.load(kind, settings, teacher=True)
-    going_on = is_patched(teacher)
+    model, teacher = tasks.load(kind, settings), tasks.load_teacher(kind, settings)
+    going_on = is_patched(model)
     if going_on:
-        settings.check_going_on(teacher)
-        hf_entmax.unpatch_model(teacher)
+        settings.check_going_on(model)
     check_length(teacher, getattr(settings, kind.longest), kind.longest)
     kind.check(teacher)
     curve = Curve(settings, kind.curve)
     open_folder(settings, "convert", kind.fields)
     teacher.to(PartialState().device)
     set_seed(settings.seed)
-    model, config = tasks.load(kind, settings), settings.student()
+    config = settings.student()
     if config is not None and not going_on:
         patch_model(model, config)
     if settings.lora_rank:

@@ -19,6 +19,7 @@ class ConversionSettings(TextSettings):
     model: str = option(
         "", "the softmax model, or one made sparse: a folder or Hub id, causal, encoder-decoder or sentence encoder"
     )
+    teacher: str = option("", "another softmax model to compare with and to distil from (default: the model itself)")
     attention: str = option("learned", "what its attention becomes: learned, a fixed alpha, or softmax (the control)")
     softened: bool = option(False, "a temperature of each head too, at which entmax starts about as sharp as softmax")
     release: float | None = option(None, "learned: the alpha from which they are let go, above 1 (default 1.5)")

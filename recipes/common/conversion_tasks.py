@@ -13,8 +13,9 @@ from accelerate import PartialState
 from accelerate.utils import send_to_device
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq
 
+import hf_entmax
 from common.batches import collated
 from common.blocks import collate, prepare, probe, read_splits, text_measures
 from common.folder import write_lines
@@ -234,14 +235,34 @@ def _sentence_task(settings: Any, pairs: dict[str, Any], tokenizer: Any, teacher
     )
 
 
-def load(kind: Kind, settings: Any, *, teacher: bool = False) -> Any:
-    """Load a model to convert or its teacher: in full precision, whatever its checkpoint was stored in."""
-    model = kind.auto.from_pretrained(settings.model, dtype=torch.float32)
+def load(kind: Kind, settings: Any, where: str = "") -> Any:
+    """Load the model to convert, or that of another folder: in full precision, whatever its checkpoint was stored in."""
+    model = kind.auto.from_pretrained(where or settings.model, dtype=torch.float32)
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)  # made for another task: the embedding is a mean over the tokens
     if kind is SENTENCES:
         add_contrast(model)
-    return model.eval().requires_grad_(False) if teacher else model
+    return model
+
+
+def load_teacher(kind: Kind, settings: Any) -> Any:
+    """Load the frozen softmax model: that of ``settings.teacher``, or else the model itself with softmax.
+
+    Raises:
+        ValueError: if another one is sparse, or does not predict the same tokens.
+    """
+    teacher = load(kind, settings, settings.teacher)
+    if settings.teacher:
+        settings.require("teacher", not hf_entmax.is_patched(teacher), "a softmax model: this one is sparse")
+        own, its = (
+            AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in (settings.model, settings.teacher)
+        )
+        settings.require(
+            "teacher", own == its, f"a model of the same tokens: it has {its} of them, {settings.model} {own}"
+        )
+    elif hf_entmax.is_patched(teacher):
+        hf_entmax.unpatch_model(teacher)
+    return teacher.eval().requires_grad_(False)
 
 
 def base_model(model: Any) -> Any:

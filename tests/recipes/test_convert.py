@@ -9,7 +9,15 @@ import pytest
 import recipe_runs as runs
 import torch
 from recipe_runs import config, result, rows
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertLMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import convert
 import language_modeling
@@ -269,6 +277,44 @@ def test_a_sparse_model_goes_on_from_its_own_alphas(place, tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             convert.main(dataclasses.replace(apart, out=str(tmp_path / "refused"), **changes))
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.slow
+def test_another_model_can_teach(place, tmp_path):
+    """The student begins with its own weights, and is compared with the other model's."""
+    taught = settings(place, tmp_path / "run", distill_logits=100.0, task_weight=0.0, schedule="abrupt")
+    convert.main(dataclasses.replace(settings(place, tmp_path / "other", attention="softmax"), lr=1e-2))
+    other = str(tmp_path / "other" / "model")
+    convert.main(dataclasses.replace(taught, teacher=other))
+    convert.main(dataclasses.replace(taught, out=str(tmp_path / "itself")))
+    assert result(tmp_path / "run")["perplexity_before"] == result(tmp_path / "other")["perplexity"]
+    points = {
+        name: [row for row in rows(tmp_path / name / "curve.csv") if row["stage"] == "patched"]
+        for name in ("run", "itself")
+    }
+    assert points["run"][0]["perplexity"] == points["itself"][0]["perplexity"]  # the same weights in the beginning
+
+    def distance(name):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        ids = torch.arange(1, 13)[None]
+        with torch.no_grad():
+            its, own = (
+                m.eval()(ids).logits.log_softmax(-1) for m in (AutoModelForCausalLM.from_pretrained(other), model)
+            )
+        return float((its.exp() * (its - own)).sum(-1).mean())
+
+    assert distance("run") < distance("itself")  # it has learned to say what the other says
+    patch_model(sparse := AutoModelForCausalLM.from_pretrained(place / "lm" / "model"))
+    sparse.save_pretrained(tmp_path / "sparse")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    LlamaForCausalLM(LlamaConfig(vocab_size=11, **small)).save_pretrained(tmp_path / "words")
+    for folder, message in [
+        ("sparse", "a softmax model: this one is sparse"),
+        ("words", "same tokens: it has 11 of them"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert.main(dataclasses.replace(taught, teacher=str(tmp_path / folder), out=str(tmp_path / "refused")))
     assert not (tmp_path / "refused").exists()
 
 
