@@ -40,6 +40,7 @@ class BatchInfo:
         decoder_ids: long [B, T] of the decoder of an encoder-decoder model.
         decoder_mask: bool [B, T].
         annotations: the entries of :data:`ANNOTATIONS` that the batch carried.
+        frames: bool [B, T], True = a position of an encoder that stands for real sound or image; see `learn_padding`.
     """
 
     inputs: dict[str, Any]
@@ -49,16 +50,30 @@ class BatchInfo:
     decoder_ids: Tensor | None = None
     decoder_mask: Tensor | None = None
     annotations: dict[str, Tensor] = field(default_factory=dict)
+    frames: Tensor | None = None
 
     def tokens(self, site: str) -> tuple[Tensor | None, Tensor | None]:
         """Return ids and mask of the queries of a site."""
-        if site == "encoder_self" or self.decoder_ids is None:
-            return self.input_ids, self.mask
-        return self.decoder_ids, self.decoder_mask
+        if site == "encoder_self":
+            return self._encoded()
+        return (self.input_ids, self.mask) if self.decoder_ids is None else (self.decoder_ids, self.decoder_mask)
 
     def sides(self, site: str) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
         """Return ids and mask of the queries of a site, and of its keys."""
-        return self.tokens(site), (self.input_ids, self.mask) if site == "cross" else self.tokens(site)
+        return self.tokens(site), self._encoded() if site == "cross" else self.tokens(site)
+
+    def learn_padding(self, call: Any) -> None:
+        """Learn from an attention call, an ``AttentionCall``, which states of an encoder of sound or images are padding.
+
+        The mask of a batch is of samples there, and only the model knows what becomes of it.
+        """
+        if self.input_ids is None and self.mask is None and call.site.site in ("encoder_self", "cross"):
+            same = call.site.site == "cross" or call.weights.shape[2] == call.weights.shape[3]
+            whole = same and call.weights.shape[0] == self.size  # neither parts of an image nor pooled
+            self.frames = call.keys if whole else None
+
+    def _encoded(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.input_ids, self.frames if self.mask is None else self.mask
 
 
 def prepare_batch(model: Any, batch: Mapping[str, Any]) -> BatchInfo:

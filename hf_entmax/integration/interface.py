@@ -161,7 +161,7 @@ def entmax_attention_forward(
     if mesh is not None and observers:
         out = of_all_heads(out, mesh, 2)
     for observer in observers:
-        out = observer.sees(module, weights, value, out)
+        out = observer.sees(module, weights, value, out, options)
     if mesh is not None and observers:
         out = of_own_heads(out, mesh, 2)
     # Transformers knows dense weights alone; sparse rows come only where it asked for none.

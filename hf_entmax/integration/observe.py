@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_entmax.integration.config_hook import IMPLEMENTATION
 from hf_entmax.integration.discovery import AttentionSite, attention_sites, check_supported
+from hf_entmax.ops.options import AttentionOptions
 from hf_entmax.ops.sparse_rows import SparseRows
 
 #: Name under which an attention module keeps its observers, a tuple, while it has some.
@@ -37,12 +38,23 @@ class AttentionCall(NamedTuple):
         weights: ``[B, H, T_q, T_k]``, after dropout if there is any, still in the autograd graph if there is one; None where
             nobody asked for weights.
         value: what the weights are of, ``[B, H_kv, T_k, D_v]``; as many heads as there are for keys.
+        options: what else the attention was given: masks and limits.
     """
 
     site: AttentionSite
     index: int
     weights: Any
     value: Any = None
+    options: AttentionOptions | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Which keys some query may look at: bool ``[B, T_k]``, False for padding; None where no mask is given."""
+        if self.options is None or self.weights is None:
+            return None
+        batch, _, queries, keys = self.weights.shape
+        allowed = self.options.visible(queries, keys, self.value.device)
+        return None if allowed is None else allowed.any(2).any(1).expand(batch, keys)
 
     @property
     def name(self) -> str:
@@ -112,7 +124,14 @@ class Observer:
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
 
-    def sees(self, module: nn.Module, weights: Tensor | SparseRows | None, value: Tensor, out: Tensor) -> Tensor:
+    def sees(
+        self,
+        module: nn.Module,
+        weights: Tensor | SparseRows | None,
+        value: Tensor,
+        out: Tensor,
+        options: AttentionOptions | None = None,
+    ) -> Tensor:
         """Show a call to the observers and return the module's output ``[B, T_q, H, D]``, replaced or gated."""
         site = self._sites.get(id(module))  # a copy of the model made inside the block is another model
         if site is None or self._busy:  # and what a callback runs is its own affair
@@ -127,7 +146,7 @@ class Observer:
                 "Attention weights of layers checkpointed with use_reentrant=True are outside the autograd graph: a loss on "
                 "them would have no gradient. Call model.gradient_checkpointing_enable({'use_reentrant': False})."
             )
-        call = AttentionCall(site, self._calls[id(module)], weights, value)
+        call = AttentionCall(site, self._calls[id(module)], weights, value, options)
         self._calls[id(module)] += 1
         self._busy = True
         try:

@@ -117,13 +117,20 @@ class Recorded:
     """The attention of one forward pass.
 
     Attributes:
-        weights: name of the attention module -> weights ``[B, H, T_q, T_k]``, in the autograd graph if there is one; of a
-            module shared among layers (ALBERT) ``NAME#1``, ... are the later calls.
-        sites: the same names -> which attention it is.
+        calls: name of the attention module -> its call; of a module shared among layers (ALBERT) ``NAME#1``, ... are the later ones.
     """
 
-    weights: dict[str, Tensor]
-    sites: dict[str, AttentionSite]
+    calls: dict[str, AttentionCall]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights ``[B, H, T_q, T_k]`` by the same names, in the autograd graph if there is one."""
+        return {name: call.weights for name, call in self.calls.items()}
+
+    @property
+    def sites(self) -> dict[str, AttentionSite]:
+        """Which attention it is, by the same names."""
+        return {name: call.site for name, call in self.calls.items()}
 
 
 @contextlib.contextmanager
@@ -133,10 +140,10 @@ def record_attention(model: PreTrainedModel) -> Iterator[Recorded]:
     Raises:
         ValueError: if some attention of the model cannot be seen.
     """
-    record = Recorded({}, {})
+    record = Recorded({})
 
     def keep(call: AttentionCall) -> None:
-        record.weights[call.name], record.sites[call.name] = call.weights, call.site
+        record.calls[call.name] = call
 
     with observe_attention(model, keep):
         yield record
@@ -150,16 +157,17 @@ def attention_pairs(model: PreTrainedModel, batch: Mapping[str, Any], record: Re
     """
     info = prepare_batch(model, batch)
     shared: dict[tuple[str, torch.Size], Tensor] = {}
-    for name, weights in record.weights.items():
-        site = record.sites[name].site
+    for call in record.calls.values():
+        site, weights = call.site.site, call.weights
         key = (site, weights.shape[-2:])
         if key not in shared:
+            info.learn_padding(call)
             masks = [
                 torch.ones(weights.shape[0], size, dtype=torch.bool, device=weights.device) if mask is None else mask
                 for (_, mask), size in zip(info.sides(site), weights.shape[-2:], strict=True)
             ]
             shared[key] = possible_pairs(weights, masks[1], masks[0], causal=site == "decoder_self")
-    return {name: shared[(record.sites[name].site, w.shape[-2:])] for name, w in record.weights.items()}
+    return {name: shared[(call.site.site, call.weights.shape[-2:])] for name, call in record.calls.items()}
 
 
 def with_mask(batch: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Task:
                 site, weights = call.site, call.weights
                 key = (index, site.site, weights.shape[-2:])
                 if key not in self._pairs:
-                    record = Recorded({site.name: weights}, {site.name: site})
+                    record = Recorded({site.name: call})
                     self._pairs[key] = attention_pairs(self.model, batch, record)[site.name]
                 pairs = self._pairs[key]
                 kept = ((weights > 0) & pairs[:, None]).sum((0, 2, 3)).double().cpu()
@@ -148,9 +148,9 @@ class Task:
             else:
                 cost = logit_distillation(self.model(**batch).logits, *known)
         pairs = attention_pairs(self.model, batch, seen)
-        heads = {name: w.shape[1] for name, w in seen.weights.items() if seen.sites[name].name in sites}
-        each = [soft_density(seen.weights[name], pairs[name]) * count for name, count in heads.items()]
-        return cost, torch.stack(each).sum() / sum(heads.values())
+        calls = {name: call for name, call in seen.calls.items() if call.site.name in sites}
+        each = [soft_density(call.weights, pairs[name]) * call.site.num_heads for name, call in calls.items()]
+        return cost, torch.stack(each).sum() / sum(call.site.num_heads for call in calls.values())
 
     @torch.no_grad()
     def _softmax_predictions(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

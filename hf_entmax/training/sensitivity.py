@@ -98,11 +98,13 @@ def measure_sensitivity(
     for batch, count in zip(batches, counts, strict=True):
         with in_the_graph(model), record_attention(model) as seen:
             value = loss(model, batch) * count
-        names = [name for name, site in seen.sites.items() if site.name in places_of]
-        gradients = torch.autograd.grad(value, [seen.weights[name] for name in names], allow_unused=True)
+        calls = {name: call for name, call in seen.calls.items() if call.site.name in places_of}
+        gradients = torch.autograd.grad(value, [call.weights for call in calls.values()], allow_unused=True)
         pairs = attention_pairs(model, batch, seen)
-        for name, gradient in zip(names, gradients, strict=True):
-            weights, places = seen.weights.pop(name).detach(), places_of[seen.sites[name].name]
+        seen.calls.clear()
+        for name, gradient in zip(list(calls), gradients, strict=True):
+            call = calls.pop(name)  # weights of a layer are let go as soon as they have been looked at
+            weights, places = call.weights.detach(), places_of[call.site.name]
             step = _stride(*weights.shape[2:])
             allowed = pairs[name][:, None, ::step]
             slope = gradient if gradient is None else gradient[:, :, ::step]

@@ -218,6 +218,7 @@ class _Collector:
                 return
             if isinstance(weights, Tensor) and weights.device.type == "mps":
                 weights = weights.cpu()
+            info.learn_padding(call)
             row = self._row(module, call.index)
             shape = (weights.shape[0], weights.shape[2], weights.shape[3])
             key = (module.site, *shape)

@@ -131,6 +131,7 @@ def run_sentence(
         if not wanted(call.site):
             return
         site = call.site.site
+        info.learn_padding(call)
         kept = call.weights[0].float().cpu()
         for dim, (_, mask) in enumerate(info.sides(site), start=1):
             if mask is not None and mask.shape[1] == kept.shape[dim]:
