@@ -9,11 +9,23 @@ import pytest
 import soundfile
 import torch
 from tiny_speech import RATE, tiny_processor, tiny_whisper
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
 
 import hf_entmax
+from hf_entmax.analysis import collect
 from hf_entmax.analysis.analyze import analyze
 from hf_entmax.analysis.collecting.examples import in_seconds, run_sentence
 from hf_entmax.analysis.reading.speech import SpeechEncoder, names_sound, read_speech
+from hf_entmax.batches.prepare import prepare_batch
+from hf_entmax.training import attention_pairs, record_attention
 
 WORDS = [["to", 0.1, 0.3], ["be", 0.3, 0.52]]
 
@@ -132,3 +144,78 @@ def test_what_cannot_be_heard_is_said(folder, tmp_path):
         read_speech(tmp_path / "clips.jsonl")
     with pytest.raises(ValueError, match="target_column"):
         analyze(str(folder / "model"), folder / "clips.tsv", target_column="text", device="cpu", out=tmp_path / "o")
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def moonshine():
+    config = MoonshineConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=32, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=2, decoder_num_attention_heads=2, encoder_num_key_value_heads=2,
+        decoder_num_key_value_heads=2, pad_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    return MoonshineForConditionalGeneration(config)
+
+
+def speech_to_text():
+    config = Speech2TextConfig(
+        vocab_size=30, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, input_feat_per_channel=8, conv_channels=16, max_source_positions=400,
+    )  # fmt: skip
+    return Speech2TextForConditionalGeneration(config)
+
+
+def wav2vec2():
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 4), "conv_stride": (8, 4), "num_conv_pos_embeddings": 2}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=30, num_conv_pos_embedding_groups=2, **SMALL, **convolutions))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize(
+    ("build", "main", "lengths", "shape", "frames"),
+    [
+        # Frames of the second recording, as Transformers counts them: every 384th sample, every 4th feature, those of the convolutions.
+        (moonshine, "input_values", (9_000, 5_000), (), 14),
+        (speech_to_text, "input_features", (120, 60), (8,), 15),
+        (wav2vec2, "input_values", (900, 450), (), 14),
+    ],
+)
+def test_what_is_behind_the_end_of_a_recording_does_not_count(build, main, lengths, shape, frames, patched):
+    """The batch's mask is of samples or features: only the attention is told which states are padding."""
+    torch.manual_seed(5)
+    model = build().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 20  # scores that differ: entmax has zeros
+    if patched:
+        hf_entmax.patch_model(model, alpha=1.5)
+    batch = {
+        main: pad_sequence([torch.randn(length, *shape) for length in lengths], batch_first=True),
+        "attention_mask": torch.stack([torch.arange(lengths[0]) < length for length in lengths]).long(),
+    }
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(2, 30, (2, 5))
+    first, second = ({name: tensor[row : row + 1] for name, tensor in batch.items()} for row in (0, 1))
+    both, whole, padded = (collect(model, [given]) for given in (batch, first, second))
+    with torch.no_grad(), record_attention(model) as record:
+        model(**prepare_batch(model, batch).inputs)
+    pairs, example = (
+        attention_pairs(model, batch, record),
+        run_sentence(model, second, tiny_processor().tokenizer, None),
+    )
+    for site in [site for site in ("encoder_self", "cross") if site in both.sites]:
+        if site == "encoder_self":
+            assert padded.num_tokens[site] == frames < whole.num_tokens[site]
+            assert both.num_tokens[site] == frames + whole.num_tokens[site]
+        assert example.sites[site].weights.shape[-1] == frames
+        called = {name: call.weights for name, call in record.calls.items() if call.site.site == site}
+        assert all(pairs[name][1].any(0).sum() == frames for name in called)
+        kept = torch.stack([(weights > 0).sum((0, 2, 3)) for weights in called.values()])
+        counts = torch.tensor([int(pairs[name].sum()) for name in called])
+        if site == "cross":  # queries of padding also look
+            assert torch.equal(both.density[site], kept / counts[:, None].double())
+        if not patched:
+            assert bool((both.density[site] == 1).all())
+        else:
+            assert bool((both.density[site] < 1).any())
