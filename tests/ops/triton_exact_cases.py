@@ -1,12 +1,17 @@
 """Exact sparse attention by the Triton kernels: never a wrong zero, and the output of the oracle. Run as `triton_cases.py` is."""
 
+import dataclasses
 import functools
 import itertools
 import math
+import types
 
 import pytest
 import reference
+import test_exact_paged
 import torch
+import triton
+import triton.language as tl
 import triton_cases  # which sets the device
 from conformance import poison  # noqa: F401  a fixture
 from test_exact_attention import ROWS
@@ -14,8 +19,9 @@ from tolerances import absolute_error, assert_half
 
 from hf_entmax.ops import exact_sparse_attention, sketch_keys
 from hf_entmax.ops.attention import head_alpha
+from hf_entmax.ops.exact.paged import paged_attention
 from hf_entmax.ops.options import AttentionOptions, append_sink
-from hf_entmax.ops.triton_gpu import exact_host
+from hf_entmax.ops.triton_gpu import exact_host, exact_kernels
 
 exact = functools.partial(exact_sparse_attention, backend="triton")
 # Two key heads with two query heads each; three pages of 16 keys and two keys that are in none.
@@ -75,6 +81,80 @@ def option_cases():
     }
 
 
+@pytest.fixture(params=[3], autouse=True)
+def splits(request, monkeypatch):
+    """Over how many programs a row is split, of at most as many as there are pages."""
+    monkeypatch.setattr(exact_host, "row_splits", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("splits", [1], indirect=True)
+def test_exact_numbers_of_splits(monkeypatch):
+    """What is read may grow with the number, as each split has its own bounds and only the highest of the others' pages."""
+    query, key, value = draw(2)
+    sketch, options = sketch_keys(key, 4, 16), {"is_causal": True, "sink": torch.linspace(-3, 3, H)}
+    once = check(query, sketch, key, value, LEARNED, **options)
+    for number in (2, 4, 64):  # 64: more than there are pages
+        monkeypatch.setattr(exact_host, "row_splits", lambda *_, number=number: number)
+        assert bool((check(query, sketch, key, value, LEARNED, **options) >= once).all())
+
+
+def test_exact_splits_fill_a_device(monkeypatch):
+    monkeypatch.undo()  # of the fixture
+    count = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: count)
+    splits = functools.partial(exact_host.row_splits, device=torch.device("cuda"))
+    # One sequence of 32 heads, eight, many; few keys; one row.
+    assert [splits(32, 32768), splits(256, 32768), splits(2048, 32768)] == [8, 1, 1]
+    assert [splits(32, 1024), splits(32, 10), splits(1, 2**20)] == [2, 1, 64]
+
+
+def test_exact_blocks_of_one_buffer():
+    options = {"softcap": 3.0, "scaling": 0.5, "sink": torch.linspace(-2, 2, 6)}
+    query, key, value, table, sketch = test_exact_paged._problem()
+    alpha = torch.tensor([1.0, 1.05, 1.5, 1.2, 2.0, 2.4])
+    wide = query.double(), key.double(), value.double(), alpha.double()
+    expected = test_exact_paged._alone(*wide, table, backend="torch", **options)
+    given = {name: getattr(table, name).cpu() for name in ("tables", "lengths", "sketched")}
+    out, counts = paged_attention(
+        query, key, value, alpha, dataclasses.replace(table, **given), sketch, AttentionOptions(**options), "triton"
+    )
+    assert absolute_error(out, expected) <= 2e-5
+    assert counts.total.tolist() == [[length] * len(alpha) for length in test_exact_paged.LENGTHS]
+    assert bool((counts.nonzero <= counts.read).all() and (counts.read[3:, [2, 4]] < counts.total[3:, [2, 4]]).all())
+
+
+@triton.jit
+def _bounds_kernel(scores, width, low, high, N: tl.constexpr):
+    cols = tl.arange(0, N)[None, :]
+    z = tl.load(scores + cols)
+    highest = tl.max(z, 1)[:, None]
+    lower, upper = exact_kernels._bounds(exact_kernels._gap(z, highest), width, highest)
+    tl.store(low + cols, lower)
+    tl.store(high + cols, upper)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 300.0, 1e6, 1e30])
+@pytest.mark.parametrize("offset", [0.0, 1e5])
+def test_exact_bounds_are_rounded_outwards(size, offset):
+    """Upper ones are at or above the scores, lower ones at least a width below them, and both are close to them."""
+    n, width = 4096, 0.25
+    scores = torch.randn(n) * size * torch.logspace(-6, 0, n) + offset
+    low, high = torch.empty(2, n)
+    _bounds_kernel[(1,)](scores, width, low, high, N=n)
+    gap, rounding = scores.max().double() - scores, 2.0**-23 * float(scores.abs().max())
+    assert bool((high >= scores).all())
+    assert bool((low <= scores.double() - width + rounding).all())
+    near = gap < 60000
+    assert bool((high - scores.double() <= gap / 128 + 2**-20 + rounding)[near].all())
+    assert bool((scores.double() - width - low <= gap / 64 + 2**-20 + 2 * rounding)[near].all())
+    # Unknown ones make all unknown, and what is not visible stays so.
+    scores[:3] = torch.tensor([math.inf, -3e38, 5.0])
+    _bounds_kernel[(1,)](scores, width, low, high, N=n)
+    assert high[0] == math.inf and not bool(high[1] > -1.7e38) and high[2] == math.inf and bool((low < -1.7e38).all())
+
+
+@pytest.mark.parametrize("splits", [1, 3], indirect=True)
 @pytest.mark.parametrize("name", option_cases())
 def test_exact_options(name, monkeypatch):
     monkeypatch.setattr(exact_host, "_CHUNK", 32)  # several chunks of each list
@@ -102,6 +182,7 @@ def test_exact_adversarial_rows(kind):
         assert torch.equal(counts.nonzero, (weights > 0).sum((-1, -2)))
 
 
+@pytest.mark.parametrize("splits", [1], indirect=True)
 def test_exact_few_keys_are_read():
     query, key, value = 2 * torch.randn(1, 2, 1, 64), *torch.randn(2, 1, 1, 700, 64)
     read = [check(query, sketch_keys(key, bits), key, value, 1.5) for bits in (2, 4, 6, 8)]

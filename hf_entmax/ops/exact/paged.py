@@ -61,11 +61,11 @@ def paged_attention(
         blocks = dataclasses.replace(blocks, sketched=torch.zeros_like(blocks.lengths))
     alpha = head_alpha(alpha, query.shape[1])
     module = backends.kernel_module(backend, query, key, value, alpha, options)
-    kernel = getattr(module, "exact_sparse_attention", None)
-    if kernel is not None and query.is_cpu and backends.plain(query) and values_visible(query) and key.shape[2] < 2**31:
+    plain = backends.plain(query) and values_visible(query) and key.shape[2] < 2**31
+    if module is not None and module.READS_BLOCKS and plain:
         like = {"page_size": page, "dtype": key.dtype}
         empty = KeySketch.allocate(1, key.shape[1], key.shape[3], 0, **like) if sketch is None else sketch
-        out, counts = kernel(query, empty, key, value, alpha, options, blocks)
+        out, counts = module.exact_sparse_attention(query, empty, key, value, alpha, options, blocks)
         return out, SparseCounts(*counts)
     parts = [_one(b, query[b : b + 1], key, value, alpha, blocks, sketch, options, backend) for b in range(len(query))]
     outs, counts = zip(*parts, strict=True)

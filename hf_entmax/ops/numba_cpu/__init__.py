@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The dtypes of query, key and value; arithmetic is float32 throughout.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Whether `exact_sparse_attention` reads keys from the blocks of one buffer.
+READS_BLOCKS = True
 _DEFAULTS = AttentionOptions()
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+READS_BLOCKS = False
 _LARGEST_HEAD = 256
 # Sizes reach the kernels as float32, see `tiles.whole_numbers`.
 _LARGEST_SIZE = 1 << 24
@@ -118,7 +119,7 @@ def attention(
 def exact_sparse_attention(
     query: Tensor, sketch: KeySketch, key: Tensor, value: Tensor, alpha: float | Tensor, options: AttentionOptions
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """`hf_entmax.ops.exact_sparse_attention` by two kernels: the output, and its counts.
+    """`hf_entmax.ops.exact_sparse_attention` by three kernels: the output, and its counts.
 
     Keys and values are read where they lie, in their dtype, also under autocast, and scores are computed in float32.
     Nothing waits for the device.
@@ -127,7 +128,7 @@ def exact_sparse_attention(
 
     alphas, exact_alpha = _alphas(alpha, query.shape[1], key)
     inputs = _arguments(query, key, value, alphas, None, exact_alpha, options)
-    out, (read, nonzero) = exact_host.attend(inputs, sketch, options.sink)
+    out, read, nonzero = exact_host.attend(inputs, sketch, options.sink)
     visible = options.visible_keys(query.shape[2], key.shape[2], query.device).expand(query.shape[:3])
     return out, (visible.sum(-1), read.sum(-1), nonzero.sum(-1))
 

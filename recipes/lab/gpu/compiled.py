@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -124,14 +125,16 @@ def compile_case(name: str, capability: int = 90) -> dict[str, dict[str, Any]]:
 
 
 def decode(case: Step) -> None:
-    """A step of exact sparse decoding, with each size of codes."""
+    """A step of exact sparse decoding, with each size of codes, of rows that are split and that are not."""
     from hf_entmax.ops import sketch_keys, triton_gpu
+    from hf_entmax.ops.triton_gpu import exact_host
 
     query, key, value, alpha, options = arguments(case)
     with_sink = dataclasses.replace(options, sink=torch.zeros(case.heads))
-    for bits in (4, 6):
+    for bits, splits in ((4, 1), (6, 8)):
         sketch = sketch_keys(key.detach(), bits)
-        triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, with_sink)
+        with mock.patch.object(exact_host, "row_splits", lambda *_, splits=splits: splits):
+            triton_gpu.exact_sparse_attention(query, sketch, key, value, alpha, with_sink)
 
 
 def attend(case: Step) -> None:

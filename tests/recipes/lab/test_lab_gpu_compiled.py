@@ -17,7 +17,7 @@ KERNELS = {
     "ones": ATTENTION | {"_entmax_attention_bwd_bias_kernel", "_key_extent_kernel"},
     "sizes": ATTENTION,
     "rows": {"_solve_rows_kernel", "_write_rows_kernel"},
-    "exact": {"_score_bounds_kernel", "_exact_rows_kernel"},
+    "exact": {"_score_bounds_kernel", "_candidate_scores_kernel", "_candidate_output_kernel"},
 }
 
 
