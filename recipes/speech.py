@@ -56,15 +56,22 @@ class Settings(RunSettings):
     freeze_encoder: bool = option(False, "train the decoder alone")
     distill: float = option(0.0, "weight of the distance to the original's output")
     density_target: float | None = option(None, "push until so few weights of a sparse module are left, mean over them")
+    density_rate: float = option(0.1, "how fast that pressure grows, per step; a short training needs more")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("model", "train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given")
         self.require_at_least(distill=0)
-        if self.density_target is not None:
-            self.require("density_target", 0 < self.density_target <= 1, "above 0 and at most 1")
-            self.require("attention", self.attention != "softmax", "sparse for a density_target")
+        pressed = self.density_target is not None
+        self.require("attention", not pressed or self.attention != "softmax", "sparse for a density_target")
+        self.require("density_rate", pressed or self.density_rate == 0.1, "left out without a density_target")
+        self.conversion()  # says now what is wrong with its numbers
+
+    def conversion(self) -> ConversionCallback | None:
+        """Return what adds a distance to the original or a pressure on the density to the loss, if either is asked for."""
+        pressure = None if self.density_target is None else DensityTarget(self.density_target, self.density_rate)
+        return ConversionCallback(pressure, distill_logits=self.distill) if pressure or self.distill else None
 
     def entmax(self) -> EntmaxConfig | None:
         """As all recipes, in the sites that were chosen."""
@@ -107,9 +114,8 @@ def main(settings: Settings) -> None:
         return {"score": -rates["wer"], **rates}
 
     # With a distance or a pressure the loss is the callback's affair, without them the recipes' own.
-    constraint = settings.density_target and DensityTarget(settings.density_target)
-    conversion = ConversionCallback(constraint, distill_logits=settings.distill)
-    converted = {"callbacks": [conversion], "compute_loss_func": None} if settings.distill or constraint else {}
+    conversion = settings.conversion()
+    converted = {"callbacks": [conversion], "compute_loss_func": None} if conversion else {}
     more = {"predict_with_generate": True, "remove_unused_columns": False, "per_device_eval_batch_size": 8}
     trainer = RecipeTrainer(
         settings,
@@ -128,15 +134,12 @@ def main(settings: Settings) -> None:
         heard = decode(trainer.predict(labelled(clips, processor, model)).predictions, processor.tokenizer)
         write_lines(folder / f"hypotheses.{name}.txt", heard)
         rates[name] = error_rates(heard, clips, settings.language)
-    first = next(iter(rates.values()))
-    measures: dict[str, Any] = {
-        **trainer.summary(),
+    measures: dict[str, Any] = trainer.summary() | {
         "model": settings.model,
         "sites": " ".join(settings.sites),
         "data": settings.train,
         "dev_wer": round(-trainer.best, 2),
-        "wer": round(first["wer"], 2),
-        "cer": round(first["cer"], 2),
+        **{name: round(rate, 2) for name, rate in next(iter(rates.values())).items()},
         "tests": " ".join(f"{name}:wer={r['wer']:.2f},cer={r['cer']:.2f}" for name, r in rates.items()),
     }
     shown, collator.known = labelled(dev, processor, model), None  # the encoder's heads are looked at too

@@ -82,8 +82,9 @@ def test_a_sparse_run_with_a_frozen_encoder_can_be_taken_up_again(data):
 def test_a_target_for_the_density_is_for_sparse_attention(data):
     with pytest.raises(SystemExit):
         parse(speech.Settings, "", command(data, density_target="0.5"))
-    with pytest.raises(SystemExit):
-        parse(speech.Settings, "", command(data, attention="1.5", density_target="0"))
+    for wrong in ({"density_target": "0"}, {"density_rate": "1"}, {"density_target": "0.5", "density_rate": "0"}):
+        with pytest.raises(SystemExit):
+            parse(speech.Settings, "", command(data, attention="1.5", **wrong))
 
 
 @pytest.mark.slow
@@ -98,12 +99,13 @@ def test_pressure_on_the_density_moves_learned_alphas_up(data, frozen):
         "alpha_lr": "0.1",
     }
     density = {}
-    for target in ("1", "0.01"):
-        out = {"out": str(data / f"run{target}"), "density_target": target}
+    for target, rate in (("1", "0.1"), ("0.01", "0.1"), ("0.01", "3")):
+        place = data / f"run{target}-{rate}"
+        out = {"out": str(place), "density_target": target, "density_rate": rate}
         speech.main(parse(speech.Settings, "", command(data, **options, **out)))
-        result = json.loads((data / f"run{target}" / "result.json").read_text())
-        density[target] = result["density_cross" if frozen else "density_encoder_self"]
-    assert density["0.01"] < density["1"]
+        result = json.loads((place / "result.json").read_text())
+        density[target, rate] = result["density_cross" if frozen else "density_encoder_self"]
+    assert density["0.01", "3"] < density["0.01", "0.1"] < density["1", "0.1"]
 
 
 @pytest.mark.slow
