@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from conformance import *  # noqa: F403  the tests of every backend, and what they need
-from conformance import K, Q, Subject, compare, leaves
+from conformance import K, Q, Subject, _check_half, compare, leaves
 from device_report import report  # noqa: F401  a fixture
 from tolerances import assert_forward, assert_gradient, measured
 
@@ -135,6 +135,22 @@ def test_the_tolerances_of_half_precision_keep_their_promise(dtype, monkeypatch)
     expected = reference.attention(query, key, value, alpha)
     assert (weights.sum(-1) - 1).abs().max() <= limit + 1e-6
     assert (out.double() - expected["out"]).abs().max() <= 2 * limit + 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_far_from_zero(dtype, subject):
+    """There the maximum is taken off within a multiply-add: what scores have in common, about 1,400, costs next to nothing."""
+    limit = launch._TOLERANCES[dtype][1]
+    for alphas in ((1.1, 1.3), (1.5, 1.9)):
+        tensors = subject.draw(alphas, T_q=K, T_k=130, D=32, dtype=dtype)
+        tensors[0][..., 0] = 64.0
+        tensors[1][..., 0] = 128.0
+        expected = reference.attention(*tensors, is_causal=True)["out"]
+        out = attention(*tensors, is_causal=True)[0]
+        # Roundings of the dot product move scores by as much as the constant that the maximum is in.
+        slack = 2**-23 * 64 * 128 * 32**-0.5
+        assert (out.double() - expected).abs().max() <= 2 * limit + torch.finfo(dtype).eps + 2 * slack
+        _check_half(subject, tensors, dtype)
 
 
 def test_a_step_that_leads_astray_is_noticed_and_repeated(subject, monkeypatch):

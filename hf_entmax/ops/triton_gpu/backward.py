@@ -96,11 +96,15 @@ def _query_pass(
         first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
         keys, cols, z, score_slope = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
-        p, s, _, log2_p = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
+        p, s, _, log2_p = tile_weights(
+            z, row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA, False, OPTIONS.FOLD
+        )
         dots = dot(grads, tl.trans(values), no_dots, OPTIONS.PRECISION)
         g = _weight_gradient(dots, grad_weights, rows[:, None], cols[None, :], seed, plane, problem, OPTIONS)
-        # Of a key without weight nothing is known: its dot products and slope may be NaN.
-        g = tl.where(s == 0.0, 0.0, g - row_delta[:, None])
+        g = g - row_delta[:, None]
+        if CAREFUL:
+            # Of a key without weight nothing is known: its dot products and slope may be NaN.
+            g = tl.where(s == 0.0, 0.0, g)
         grad_z = s * g
         if OPTIONS.SOFTCAP:
             grad_z = tl.where(s == 0.0, 0.0, grad_z * score_slope)
@@ -172,7 +176,9 @@ def _entmax_attention_bwd_query_kernel(
         for position in range(0, n_listed):
             first_col = tl.load(block_list + position).to(tl.int32) * OPTIONS.COLS
             _, cols, z, _ = score_tile(queries, key, rows, first_row, first_col, terms, problem, OPTIONS)
-            _, s, _, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
+            _, s, _, _ = tile_weights(
+                z, row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA, False, OPTIONS.FOLD
+            )
             g = _weight_gradient(
                 no_dots, grad_weights, rows[:, None], cols[None, :], inputs.seed, plane, problem, OPTIONS
             )
@@ -223,7 +229,9 @@ def _entmax_attention_bwd_key_kernel(
     cols = first_col + tl.arange(0, OPTIONS.COLS)
 
     keys = load_rows(select(inputs.key, batch, kv_head), cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
+    # Where a value that is not finite has weight, the mean of its row's values is not finite either, and spoils ``delta``.
     values = load_rows(select(inputs.value, batch, kv_head), cols, T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
+    values, _wrong = without_nonfinite(values)
     key_acc = tl.zeros([COLS, BLOCK_D], tl.float32)
     value_acc = tl.zeros([COLS, BLOCK_V], tl.float32)
     unit = score_unit(problem, OPTIONS)
@@ -253,7 +261,9 @@ def _entmax_attention_bwd_key_kernel(
             z, score_slope = masked_scores(
                 dots, rows[None, :], cols[:, None], first_row, first_col, head_terms, problem, OPTIONS
             )
-            p, s, _, _ = tile_weights(z - row_max[None, :], unit, c[None, :], mapping, OPTIONS.ALPHA)
+            p, s, _, _ = tile_weights(
+                z, row_max[None, :], unit, c[None, :], mapping, OPTIONS.ALPHA, False, OPTIONS.FOLD
+            )
             dots = dot(values, tl.trans(grad_out), no_dots, OPTIONS.PRECISION)
             small_plane = plane.to(tl.int32)
             g = _weight_gradient(
@@ -265,7 +275,9 @@ def _entmax_attention_bwd_key_kernel(
             grad_z = s * (g - row_delta[None, :])
             if OPTIONS.SOFTCAP:
                 grad_z *= score_slope
-            grad_z = tl.where(s == 0.0, 0.0, grad_z)
+            # Of a key without weight nothing is known, but that its value is finite.
+            if OPTIONS.SOFTCAP or grads.weights is not None:
+                grad_z = tl.where(s == 0.0, 0.0, grad_z)
             key_acc = dot(grad_z.to(queries.dtype), queries, key_acc, OPTIONS.PRECISION)
 
     store_rows(select(grad_key, batch, kv_head), key_acc * problem.scale, cols, T_k, OPTIONS.D, OPTIONS.BLOCK_D)
@@ -319,7 +331,9 @@ def _entmax_attention_bwd_bias_kernel(
             row_delta = tl.load(delta + plane * T_q + rows, mask=rows < T_q, other=0.0)
             head_key = select(inputs.key, batch, kv_head)
             _, _, z, _ = score_tile(queries, head_key, rows, first_row, first_col, head_terms, problem, OPTIONS)
-            _, s, _, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
+            _, s, _, _ = tile_weights(
+                z, row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA, False, OPTIONS.FOLD
+            )
             dots = dot(grad_out, tl.trans(values), no_dots, OPTIONS.PRECISION)
             head_grad_weights = select(grads.weights, batch, head) if grads.weights is not None else None
             small_plane = plane.to(tl.int32)

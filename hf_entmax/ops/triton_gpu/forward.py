@@ -13,6 +13,7 @@ from hf_entmax.ops.triton_gpu.row_math import (
     MASKED_BELOW,
     bin_bits,
     bin_width,
+    centred,
     first_threshold,
     histogram_bracket,
     largest_threshold,
@@ -120,16 +121,19 @@ def _output_pass(
         values = load_rows(value, cols, problem.T_k, OPTIONS.D_V, OPTIONS.BLOCK_V)
         if CAREFUL:
             values, wrong = without_nonfinite(values)
-        below = z - row_max[:, None]
-        p, s, _, log2_p = tile_weights(below, unit, c[:, None], mapping, OPTIONS.ALPHA)
+        # As if s / w were wanted: an instruction more, but fewer registers, of which this pass has none left.
+        p, s, _, log2_p = tile_weights(
+            z, row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA, True, OPTIONS.FOLD
+        )
         total += tl.sum(p, 1)
         if stats is not None:
             block_slope = tl.sum(s, 1)
             slope += block_slope
             if OPTIONS.GRAD_ALPHA:
-                entropy -= tl.sum(p * log2_p, 1) * LN_2
+                entropy -= tl.sum(p * log2_p, 1) * (LN_2 * mapping.log_unit)
                 if mapping.small:
-                    moment -= tl.sum(tl.where(s == 0.0, 0.0, s * (below * unit - c[:, None])), 1)
+                    y = centred(z, row_max[:, None], unit, c[:, None], OPTIONS.FOLD)
+                    moment -= tl.sum(tl.where(s == 0.0, 0.0, s * y), 1)
             # Words of a block of queries are this program's alone.
             supported = tl.max((block_slope != 0.0).to(tl.int32), 0) != 0
             tl.atomic_or(flags + index // 32, 1 << (index % 32), mask=supported, sem="relaxed")
@@ -213,7 +217,10 @@ def _entmax_attention_fwd_kernel(
         rise = tl.maximum(top - row_max, 0.0)
         row_max = tl.maximum(row_max, top)
         # NaN, which the maximum passes over, and the infinities show in the sum.
-        block_sum = tl.sum(z - row_max[:, None], 1)
+        if OPTIONS.FOLD:
+            block_sum = tl.sum(z, 1) - tl.where(row_max > MASKED_BELOW, row_max * COLS, 0.0)
+        else:
+            block_sum = tl.sum(z - row_max[:, None], 1)
         is_nan = (block_sum != block_sum).to(tl.int32)
         row_nan = tl.maximum(row_nan, is_nan)
         if OPTIONS.ALPHA != 1.0:
@@ -235,7 +242,10 @@ def _entmax_attention_fwd_kernel(
     c = tl.maximum(c, first_threshold(top_sum * unit, top_count, mapping.u))
     high = largest_threshold(tl.zeros([ROWS], tl.float32) + problem.T_k, mapping.u)
     # Less what the rounding of sums may make of it, a bound up to alpha = 2.
-    low = tl.maximum(c - mapping.inv_u * 2.0**-12, 0.0)
+    low = c - mapping.inv_u * 2.0**-12
+    if OPTIONS.FOLD:
+        low -= tl.abs(row_max * unit) * 2.0**-16  # sums of 64 scores are rounded by 2**-19 of their mean size
+    low = tl.maximum(low, 0.0)
     low = tl.where(mapping.u > 1.0, 0.0, low)
     if OPTIONS.ALPHA != 1.0:  # noqa: SIM102  known when it is compiled, and only then
         if mapping.u >= _LEAST_BINNED_U:
@@ -267,7 +277,9 @@ def _entmax_attention_fwd_kernel(
             for position in range(0, n_listed):
                 index = tl.load(block_list + position).to(tl.int32)
                 _, _, z, _ = score_tile(queries, key, rows, first_row, index * OPTIONS.COLS, terms, problem, OPTIONS)
-                p, s, e, _ = tile_weights(z - row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA)
+                p, s, e, _ = tile_weights(
+                    z, row_max[:, None], unit, c[:, None], mapping, OPTIONS.ALPHA, True, OPTIONS.FOLD
+                )
                 mass += tl.sum(p, 1)
                 mass_slope += tl.sum(s, 1)
                 curvature += tl.sum(e, 1)

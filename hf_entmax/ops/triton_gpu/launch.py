@@ -106,14 +106,16 @@ class _Launch:
         )
         self.problem = Problem(*map(float, problem))
         tolerance, limit = _TOLERANCES[query.dtype]
+        # Not above 1, where the product of the scale and what stands for "masked" would overflow.
+        raw = mask is None and bias is None and inputs.softcap == 0 and 2.0**-20 <= inputs.scale <= 1
         options = Options(
             CAUSAL=inputs.is_causal,
             WINDOW=inputs.window > 0,
             SOFTCAP=inputs.softcap > 0,
             BOOL_MASK=mask is not None and not mask.is_floating_point(),
             DROPOUT=inputs.dropout > 0,
-            # Not above 1, where the product of the scale and what stands for "masked" would overflow.
-            RAW=mask is None and bias is None and inputs.softcap == 0 and 2.0**-20 <= inputs.scale <= 1,
+            RAW=raw,
+            FOLD=raw and query.dtype.itemsize == 2,
             ALPHA=inputs.exact_alpha,
             GRAD_ALPHA=grad_alpha,
             PRECISION=_float32_precision(),

@@ -32,7 +32,8 @@ def _load_rows(alpha, row_max, rows, n_rows):
     row_alpha = tl.load(alpha[0] + rows.to(tl.int64) * alpha[1], mask=rows < n_rows, other=2.0)
     mapping = make_mapping(row_alpha, tl.min(row_alpha, 0))
     # Row values stay one-dimensional until they meet a tile: a [ROWS, 1] tensor would drag tiles into its own layout.
-    tile_mapping = Mapping(mapping.u[:, None], mapping.inv_u[:, None], mapping.small, mapping.near)
+    unit = mapping.log_unit[:, None]
+    tile_mapping = Mapping(mapping.u[:, None], mapping.inv_u[:, None], mapping.small, mapping.near, unit)
     return tl.load(row_max + rows, mask=rows < n_rows, other=0.0), mapping, tile_mapping
 
 

@@ -49,20 +49,24 @@ LN_2 = tl.constexpr(0.6931471805599453)
 class Mapping(NamedTuple):
     """The mapping of one head: ``u`` = alpha - 1, ``inv_u`` = 1/u (1e30 at 0).
 
-    ``small``: u < SMALL_U somewhere; ``near``: u < NEAR_U somewhere.
+    ``small``: u < SMALL_U somewhere; ``near``: u < NEAR_U somewhere. ``log_unit``: what logarithms of weights are multiples of, 1/u
+    but for ``near``, where they are computed another way.
     """
 
     u: Any
     inv_u: Any
     small: Any
     near: Any
+    log_unit: Any
 
 
 @triton.jit
 def make_mapping(alpha, lowest_alpha):
     """``Mapping`` for ``alpha``, a scalar or a tensor (below 1 counts as 1), of which ``lowest_alpha`` is the least."""
     u = tl.maximum(alpha - 1.0, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return Mapping(u, 1.0 / tl.maximum(u, 1e-30), lowest_alpha - 1.0 < SMALL_U, lowest_alpha - 1.0 < NEAR_U)
+    inv_u = 1.0 / tl.maximum(u, 1e-30)
+    near = lowest_alpha - 1.0 < NEAR_U
+    return Mapping(u, inv_u, lowest_alpha - 1.0 < SMALL_U, near, tl.where(near, 1.0, inv_u))
 
 
 @triton.jit
@@ -111,66 +115,73 @@ def expm1_ratio(x):
 
 @triton.jit
 def expq(y, mapping, ALPHA: tl.constexpr):
-    """``p``, ``s = p / w``, ``s / w`` and ``log2 p`` (finite where p = 0), for ``y <= 0``. The unused cost nothing.
+    """``p``, ``s = p / w``, ``s / w`` and ``log2 p`` in units of ``mapping.log_unit`` (finite where p = 0), for ``y <= 0``.
 
     ``ALPHA``: 1.0, 1.5 or 2.0 when alpha is that number by construction, else 0.0. It is an argument of its own, not a
     part of ``mapping``, because a constant that a device function returns in a tuple is a constant no longer.
     """
-    x = mapping.u * y
-    return _powers(y, x, 1.0 + x, mapping, ALPHA)
+    return tile_weights(y, 0.0, 1.0, 0.0, mapping, ALPHA, True, False)
 
 
 @triton.jit
-def tile_weights(below, unit, c, mapping, ALPHA: tl.constexpr):
-    """What `expq` gives for ``y = unit * below - c``: scores less their maximum in multiples of ``unit``, thresholds of rows.
-
-    Where ``w`` is all that is wanted it takes one multiply-add. Its constant ``1 - u c`` is rounded by less than ``c`` is.
-    """
-    y = below * unit - c
-    x = mapping.u * y
-    w = 1.0 + x
-    if (ALPHA == 1.5) | (ALPHA == 2.0):
-        w = below * (mapping.u * unit) + (1.0 - mapping.u * c)
-    return _powers(y, x, w, mapping, ALPHA)
+def centred(z, top, unit, c, FOLD: tl.constexpr):
+    """``unit * (z - top) - c``; ``FOLD``: what belongs to a row is taken off at once."""
+    return z * unit - (top * unit + c) if FOLD else (z - top) * unit - c
 
 
 @triton.jit
-def _powers(y, x, w, mapping, ALPHA: tl.constexpr):
-    """What `expq` gives, from ``y``, ``x = u y`` and ``w = 1 + x``.
+def tile_weights(z, top, unit, c, mapping, ALPHA: tl.constexpr, CURVED: tl.constexpr, FOLD: tl.constexpr):
+    """What `expq` gives for ``y = unit * (z - top) - c``: scores and their maximum in multiples of ``unit``, thresholds of rows.
+
+    ``w`` takes one multiply-add. Its constant ``1 - u c`` is rounded by less than ``c`` is. ``FOLD``: the maximum is in that constant as
+    well, which is then rounded by ``2**-24 u`` of it: as if the row's threshold were, by less than products of half precision
+    round the scores. ``CURVED``: whether ``s / w`` is wanted. What is not used costs nothing.
 
     ``log2 p = log2(1 + x) / u`` with ``x = u y``. Near ``x = 0``, where a small u magnifies the rounding of ``1 + x``, it is
     ``y`` times a polynomial in ``x`` (Chebyshev, relative error 1.4e-8), which at u = 0 is ``y log2(e)``; elsewhere the
-    error of the logarithm costs ``p`` at most 8e-7, whatever u is. NaN passes: only ``w <= 0`` is off the support.
+    errors of the logarithm and of ``w`` cost ``p`` at most 1e-6, whatever u is. NaN passes: only ``w <= 0`` is off the support.
     """
-    off = w <= 0.0
-    safe = tl.maximum(w, 1e-30, propagate_nan=tl.PropagateNan.ALL)
+    if FOLD:
+        w = z * (mapping.u * unit) + (1.0 - mapping.u * (top * unit + c))
+    else:
+        w = (z - top) * (mapping.u * unit) + (1.0 - mapping.u * c)
+    positive = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    # Far below the rounding of w; its powers, down to the minus second, are finite.
+    safe = tl.maximum(w, 2.0**-60, propagate_nan=tl.PropagateNan.ALL)
     if ALPHA == 1.0:
+        y = centred(z, top, unit, c, FOLD)
         p = fast_exp2(y * _LOG2_E)
         s = p
         curvature = p
         log2_p = tl.where(p == 0.0, 0.0, y * _LOG2_E)
     elif ALPHA == 1.5:
-        s = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        s = positive
         p = s * s
-        curvature = tl.where(off, 0.0, 1.0)
-        log2_p = 2.0 * fast_log2(safe)
+        curvature = tl.where(w <= 0.0, 0.0, 1.0)
+        log2_p = fast_log2(safe)
     elif ALPHA == 2.0:
-        p = tl.maximum(w, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        s = tl.where(off, 0.0, 1.0)
+        p = positive
+        s = tl.where(w <= 0.0, 0.0, 1.0)
         curvature = s / safe
         log2_p = fast_log2(safe)
     else:
-        log2_p = fast_log2(safe) * mapping.inv_u
+        log2_p = fast_log2(safe)
         if mapping.near:
+            y = centred(z, top, unit, c, FOLD)
+            x = mapping.u * y
             polynomial = 1.4426950604177182 + x * (
                 -0.7213398038110538 + x * (0.4813833053954653 + x * (-0.3501329871914707 + x * 0.3792868564137324))
             )
             # Not minus infinity: its product with p = 0 is asked for.
             near = tl.maximum(y * polynomial, -300.0, propagate_nan=tl.PropagateNan.ALL)
-            log2_p = tl.where(x > -0.125, near, log2_p)
+            log2_p = tl.where(x > -0.125, near, log2_p * mapping.inv_u)
         # One power serves all three: the unit that makes powers takes eight times as long as one that multiplies.
-        curvature = tl.where(off, 0.0, fast_exp2(log2_p * (1.0 - 2.0 * mapping.u)))
-        s = curvature * safe
+        curvature = fast_exp2(log2_p * ((1.0 - 2.0 * mapping.u) * mapping.log_unit))
+        if CURVED:
+            curvature = tl.where(w <= 0.0, 0.0, curvature)
+            s = curvature * safe
+        else:
+            s = curvature * positive
         p = s * safe
     return p, s, curvature, log2_p
 
@@ -303,11 +314,11 @@ def log_slope(moment, mapping):
 def alpha_sums(p, s, log2_p, g, row_log_slope, mapping):
     """Four sums of the rows of a tile that give the derivative in alpha, see ``alpha_gradient``.
 
-    ``g``: dL/dp, any row constant taken off. ``row_log_slope``: see ``log_slope``.
+    ``log2_p``: as `expq` gives it. ``g``: dL/dp, any row constant taken off. ``row_log_slope``: see ``log_slope``.
     """
     # One return: a device function that returns from within a branch on a run-time value is not inlined.
     if mapping.small:
-        scaled = tl.where(p > 0.0, log2_p * -LN_2 - row_log_slope, 0.0)
+        scaled = tl.where(p > 0.0, log2_p * -LN_2 - row_log_slope, 0.0)  # log_unit is 1
         x = mapping.u * scaled
         series = 1.0 / 2 + x * (
             1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x * (1.0 / 5040 + x * (1.0 / 40320)))))
@@ -323,7 +334,7 @@ def alpha_sums(p, s, log2_p, g, row_log_slope, mapping):
     else:
         gp = g * p
         sum_a, sum_b = tl.sum(gp, 1), tl.sum(g * s, 1)
-        sum_c = tl.sum(gp * log2_p, 1) * -LN_2
+        sum_c = tl.sum(gp * log2_p, 1) * (-LN_2 * mapping.log_unit)
         sum_d = tl.zeros_like(sum_a)
     return sum_a, sum_b, sum_c, sum_d
 

@@ -52,7 +52,8 @@ class Problem(NamedTuple):
 class Options(NamedTuple):
     """What a kernel is compiled for.
 
-    ``RAW``: scores are measured in their scale, see `masked_scores`.
+    ``RAW``: scores are measured in their scale, see `masked_scores`. ``FOLD``: and their maximum is taken off where their weight is
+    computed, see `tile_weights`.
     ``ALPHA``: 1.0, 1.5 or 2.0 when every head has that alpha by construction (no logarithm needed), 0.0 when it is read
     from memory. ``GRAD_ALPHA``: whether the gradient in alpha is wanted. ``PRECISION``: of float32 dot products, "ieee"
     or "tf32". ``TOLERANCE``: how far from 1 the sum of weights may be before the last step of the threshold; ``LIMIT``: how far
@@ -66,6 +67,7 @@ class Options(NamedTuple):
     BOOL_MASK: bool
     DROPOUT: bool
     RAW: bool
+    FOLD: bool
     ALPHA: float
     GRAD_ALPHA: bool
     PRECISION: str

@@ -23,8 +23,8 @@ from pathlib import Path
 #: Cycles of a quarter of a multiprocessor for a tile of each pass: ``least`` of the loops that ``compiled`` finds for capability 9.0
 #: ("bfloat16-64 at 1.5", "bfloat16-64"); backward is the two kernels together.
 CYCLES = {
-    "1.5": {"maximum": 286, "histogram": 384, "threshold": 433, "output": 442, "backward": 431 + 715},
-    "learned": {"maximum": 286, "histogram": 384, "threshold": 664, "output": 801, "backward": 908 + 969},
+    "1.5": {"maximum": 261, "histogram": 384, "threshold": 401, "output": 410, "backward": 337 + 470},
+    "learned": {"maximum": 261, "histogram": 384, "threshold": 568, "output": 706, "backward": 717 + 655},
 }
 #: Matrix products of a tile in each pass, and cycles of one.
 PRODUCTS, PRODUCT = {"maximum": 1, "histogram": 1, "threshold": 1, "output": 3, "backward": 3 + 4}, 128
