@@ -89,6 +89,10 @@ MORE = (
     Case("float32, one query", torch.float32, _MIDDLE, (2, 4, 2, 1, 300, 64), lambda d: AttentionOptions(is_causal=True)),
     Case("bfloat16, 700 keys", torch.bfloat16, 1.5, (1, 2, 1, 700, 700, 128), lambda d: AttentionOptions(is_causal=True)),
 )  # fmt: skip
+#: Keys enough for a GPU to split each row over several programs.
+_EXACT = Case(
+    "exact decoding", torch.float32, _MIDDLE, (2, 4, 2, 1, 1300, 64), lambda d: AttentionOptions(softcap=20.0)
+)
 
 
 def tried_here() -> bool:
@@ -104,10 +108,10 @@ def fault(kernel: ModuleType, device: torch.device) -> str | None:
 
 
 def findings(kernel: ModuleType, device: torch.device, cases: Any = FIRST_USE + MORE) -> Iterator[Finding]:
-    """Compare a package of kernels with bisection, case by case, and then its rows of probabilities.
+    """Compare a package of kernels with bisection, case by case, and then its rows of probabilities and its exact decoding.
 
     Args:
-        kernel: has ``attention(query, key, value, alpha, options)``, and perhaps ``row_kernel(scores)``.
+        kernel: has ``attention(query, key, value, alpha, options)``, perhaps ``row_kernel(scores)`` and ``exact_sparse_attention``.
         device: where it is to be tried.
         cases: which; the tensors are drawn from a fixed seed.
     """
@@ -121,6 +125,7 @@ def findings(kernel: ModuleType, device: torch.device, cases: Any = FIRST_USE + 
                 f"rows of probabilities, alpha {alpha}", torch.float32, alpha, _FULL, lambda d: AttentionOptions()
             )
             yield from _look(rows, lambda alpha=alpha: _rows(kernel, device, alpha))
+        yield from _look(_EXACT, lambda: _exact(kernel, device))
 
 
 def _look(case: Case, compare: Callable[[], Iterator[tuple[str, float]]]) -> Iterator[Finding]:
@@ -136,14 +141,17 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
-def _attention(kernel: ModuleType, device: torch.device, case: Case) -> Iterator[tuple[str, float]]:
+def _inputs(case: Case, device: torch.device) -> list[Tensor]:
     batch, heads, kv_heads, queries, keys, dim = case.shape
     generator = torch.Generator().manual_seed(0)
     shapes = ((batch, heads, queries, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, dim))
-    inputs = [
+    return [
         (2 * torch.randn(shape, generator=generator) * (16 / dim) ** 0.25).to(device, case.dtype) for shape in shapes
     ]
-    options, results = case.options(device), []
+
+
+def _attention(kernel: ModuleType, device: torch.device, case: Case) -> Iterator[tuple[str, float]]:
+    inputs, options, results = _inputs(case, device), case.options(device), []
     for attention, dtype in ((kernel.attention, case.dtype), (_by_bisection, torch.float64)):
         own = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
         alpha = case.alpha
@@ -164,6 +172,18 @@ def _rows(kernel: ModuleType, device: torch.device, alpha: float) -> Iterator[tu
     out = torch.empty_like(scores)
     rows.solve_rows(scores, alpha - 1.0, out=out)
     yield "probabilities", _difference(out, _bisected(scores.double(), torch.tensor(alpha - 1.0).double()))
+
+
+def _exact(kernel: ModuleType, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Few keys have weight, so that most are left out on the word of the bounds."""
+    from hf_entmax.ops.exact.sketch import sketch_keys
+
+    if (attend := getattr(kernel, "exact_sparse_attention", None)) is None:
+        return
+    query, key, value = _inputs(_EXACT, device)
+    alpha, options = torch.tensor(_EXACT.alpha, device=device), _EXACT.options(device)
+    out, _ = attend(query, sketch_keys(key), key, value, alpha, options)
+    yield "output", _difference(out, _by_bisection(query.double(), key.double(), value.double(), alpha, options)[0])
 
 
 def _by_bisection(

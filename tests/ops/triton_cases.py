@@ -29,7 +29,7 @@ from hf_entmax.losses import entmax_loss, linear_entmax_loss
 from hf_entmax.ops import backends, entmax, entmax_attention, rows, self_check, triton_gpu
 from hf_entmax.ops.candidates import dense_probs, solve_rows
 from hf_entmax.ops.options import AttentionOptions
-from hf_entmax.ops.triton_gpu import blocks, launch, row_host, row_kernel, row_math, tiles, unsupported
+from hf_entmax.ops.triton_gpu import blocks, exact_host, launch, row_host, row_kernel, row_math, tiles, unsupported
 
 attention = functools.partial(entmax_attention, backend="triton")
 torch_attention = functools.partial(entmax_attention, backend="torch")
@@ -487,12 +487,13 @@ def test_losses_use_the_row_kernels(alpha, smoothing, row_calls):
     assert len(row_calls) == count
 
 
-@pytest.mark.parametrize("fault", [None, "off", "nan", "raises"])
+@pytest.mark.parametrize("fault", [None, "off", "nan", "raises", "decoding"])
 def test_the_check_of_first_use_sees_faults_of_kernels(fault, monkeypatch):
     small = self_check.Case(
         "small", torch.float32, (1.3, 1.75), (1, 2, 1, Q, K, 16), lambda device: AttentionOptions(is_causal=True)
     )
-    right = launch.attention_forward
+    right, decode = launch.attention_forward, exact_host.attend
+    monkeypatch.setattr(self_check, "_EXACT", self_check._EXACT._replace(shape=(1, 4, 2, 1, 100, 16)))
 
     def planted(*arguments):
         if fault == "raises":
@@ -500,7 +501,13 @@ def test_the_check_of_first_use_sees_faults_of_kernels(fault, monkeypatch):
         out, *others = right(*arguments)
         return (out * {"off": 1.01, "nan": math.nan}.get(fault, 1.0), *others)
 
+    def decoded(*arguments):
+        out, *counts = decode(*arguments)
+        return (out * (1.01 if fault == "decoding" else 1.0), *counts)
+
     monkeypatch.setattr(launch, "attention_forward", planted)
+    monkeypatch.setattr(exact_host, "attend", decoded)
     found = list(self_check.findings(triton_gpu, torch.device(DEVICE), [small]))
     assert all(finding.right for finding in found) == (fault is None)
-    assert len(found) == 8 or (fault == "raises" and "misaligned" in str(found[0]))
+    assert len(found) == 9 or (fault == "raises" and "misaligned" in str(found[0]))
+    assert fault != "decoding" or [finding.case for finding in found if not finding.right] == ["exact decoding"]

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from hf_entmax.ops import entmax, entmax_attention
+from hf_entmax.ops import entmax, entmax_attention, exact_sparse_attention, sketch_keys
 
 from ..rows import ROOT
 from . import rows as plugin
 from .rows import Cut, Rows, Skip
 from .setting import PROCESSES, Setting
 
-TESTS = ("tests/ops/test_triton_cuda.py", "tests/ops/triton_cases.py")
+TESTS = ("tests/ops/test_triton_cuda.py", "tests/ops/triton_cases.py", "tests/ops/triton_exact_cases.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-CASES = ("half", "float32", "options", "rows")
+CASES = ("half", "float32", "options", "exact", "rows")
 #: Seconds that one case may take under one tool.
 LIMIT = 60.0
 
@@ -98,6 +98,23 @@ def attend(dtype: torch.dtype, head_dim: int, device: str, length: int, **option
             raise SystemExit(f"off by {error:.3g}, allowed {limit}")
 
 
+def decode(device: str, keys: int) -> None:
+    """A step of exact decoding against float64; on a GPU its rows are split."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, n, 64, generator=generator) for heads, n in ((4, 1), (2, keys), (2, keys))
+    )
+    given, alpha = (
+        (3 * query.to(device), key.to(device), value.to(device)),
+        torch.tensor([1.0, 1.2, 1.5, 2.0], device=device),
+    )
+    out, _ = exact_sparse_attention(given[0], sketch_keys(given[1]), *given[1:], alpha, backend="triton")
+    wide = [tensor.double() for tensor in (*given, alpha)]
+    error = float((out - entmax_attention(*wide, backend="torch")[0]).abs().max())
+    if not error < 1e-3:
+        raise SystemExit(f"exact decoding is off by {error:.3g}")
+
+
 def every_kernel(case: str, device: str, length: int = 0) -> None:
     """Run the kernels of a case once, checked."""
     length = length or (20 if device == "cpu" else 150)
@@ -110,6 +127,8 @@ def every_kernel(case: str, device: str, length: int = 0) -> None:
         padding = torch.arange(length, device=device)[None] < length - 3
         options = {"attention_mask": mask, "key_padding_mask": padding, "softcap": 20.0, "sliding_window": length // 2}
         attend(torch.float16, 128, device, length, **options)
+    elif case == "exact":
+        decode(device, 100 if device == "cpu" else 1300)
     elif case == "rows":
         for shape in ((33, 40), (2, 1500 if device == "cpu" else 5000)):
             scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
