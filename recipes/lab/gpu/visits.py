@@ -113,24 +113,34 @@ def scores(kind: str, length: int) -> tuple[Tensor, Tensor]:
 
 
 def of_model(folder: str, text: Path, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Queries, with the scale of the scores in them, and keys of every tenth layer of a model at alpha 1.5, over a text.
+    """Queries, with the scale of the scores in them, and keys of every tenth layer of a model, over a text.
 
-    Of query heads that share keys the first is taken.
+    A model with softmax is patched at alpha 1.5; one that was saved sparse runs with its own alphas and temperatures. Of query heads
+    that share keys the first is taken.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import hf_entmax
+    from hf_entmax.integration.discovery import attention_sites
+    from hf_entmax.integration.interface import heads_in_effect
+    from hf_entmax.integration.scaled_query import scaled_query
+    from hf_entmax.ops.options import AttentionOptions
 
     from ..long_context import recorded
     from ..texts import encode
 
-    model = hf_entmax.patch_model(AutoModelForCausalLM.from_pretrained(folder), alpha=1.5)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if not hf_entmax.is_patched(model):
+        hf_entmax.patch_model(model, alpha=1.5)
     lines = text.read_text(encoding="utf-8").splitlines()
     ids = encode(lines, AutoTokenizer.from_pretrained(folder), length)
     with torch.no_grad(), recorded(model) as seen:
         model(torch.tensor([ids]))
+    modules = {site.module.layer_idx: site.module for site in attention_sites(model)}
+    options = AttentionOptions(is_causal=True)
     for layer in list(seen)[2::10]:
         query, key, _ = seen[layer]
+        query = scaled_query(modules[layer], heads_in_effect(modules[layer]), query, length, options, None)
         query = query[:, :: query.shape[1] // key.shape[1]]
         yield f"{Path(folder).name}, layer {layer}", (query * query.shape[-1] ** -0.5).bfloat16(), key.bfloat16()
 
