@@ -93,8 +93,9 @@ def main(settings: Settings) -> None:
     going_on = is_patched(model)
     if going_on:
         settings.check_going_on(model)
-    check_length(teacher, getattr(settings, kind.longest), kind.longest)
-    kind.check(teacher)
+    for each in (model, teacher):  # a teacher of its own may see less than the model, or later tokens
+        check_length(each, getattr(settings, kind.longest), kind.longest)
+        kind.check(each)
     curve = Curve(settings, kind.curve)
     open_folder(settings, "convert", kind.fields)
     teacher.to(PartialState().device)
