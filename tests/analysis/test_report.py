@@ -431,10 +431,10 @@ def test_the_first_head_that_is_shown_does_not_rest(folder, browser, tmp_path):
     """However surely a head looks at the first token, another role is what one wants to see."""
     text = (folder / "one" / "report.html").read_text(encoding="utf-8")
     data = page_data(text)
-    for head in data["models"][0]["heads"]:
-        named = {("decoder_self", 0, 0): ("first", 0.99), ("decoder_self", 1, 1): ("induction", 0.4)}
-        role, strength = named.get((head["site"], head["layer"], head["head"]), ("", None))
-        head |= {"role": role, "role_strength": strength}
+    heads = data["models"][0]["heads"]
+    named = {("decoder_self", 0, 0): ("first", 0.99), ("decoder_self", 1, 1): ("induction", 0.4)}
+    places = zip(heads["site"], heads["layer"], heads["head"], strict=True)
+    heads["role"], heads["role_strength"] = zip(*(named.get(place, ("", None)) for place in places), strict=True)
     page = tmp_path / "report.html"
     start = text.index('id="data">') + len('id="data">')
     page.write_text(text[:start] + json.dumps(data) + text[text.index("</script>", start) :], encoding="utf-8")

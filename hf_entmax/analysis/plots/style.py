@@ -29,6 +29,7 @@ HATCHES = ("", "///", "...", "\\\\\\")
 INK = "#1b1f24"
 _RC = {
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial"],  # an SVG repeats the list in every text
     "font.size": 9.0,
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",

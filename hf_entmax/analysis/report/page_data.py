@@ -50,7 +50,7 @@ def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
             "scores": model.scores,
             "findings": [_finding(finding) for finding in summarize(model)],
             "notes": model.notes,
-            "heads": head_rows(model),
+            "heads": _columns(head_rows(model)),
             "sites": site_rows(model),
             "relations": relation_rows(model),
             "contrasts": sentence_rows(model, 12),
@@ -62,6 +62,11 @@ def _model(model: AttentionStatistics, example_bytes: int) -> dict[str, Any]:
         "baselines": {site: found for site, found in baselines.items() if not math.isnan(found[1])},
         "examples": pack_examples(model.examples, example_bytes),
     }
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Turn rows into columns, which name each number once; what a row does not have becomes None."""
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def _statistics(models: Sequence[AttentionStatistics]) -> list[str]:

@@ -1,6 +1,9 @@
 /* The page: summary, maps of heads, viewers, comparison. */
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  /* Heads come as columns, and are read as rows. */
+  const rowsOf = (columns) => columns.site.map((_, i) => Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[i]])));
+  data.models.forEach((model) => { model.heads = rowsOf(model.heads); });
   const several = data.models.length > 1;
   const siteName = (site) => { const name = data.sites[site]?.name || site; return name[0].toUpperCase() + name.slice(1); };
   const roleName = (site, role) => (site === "cross" && data.crossRoles[role]) || data.roles[role] || role;
