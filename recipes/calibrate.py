@@ -8,8 +8,7 @@
 Budgets are in percent of perplexity. A causal model is calibrated on blocks of the training text (``--data``) and judged on the
 test text. A sentence encoder has no loss of its own: given ``--pairs`` of texts that mean the same (columns ``source`` and
 ``target``), it is the one such encoders are trained with, to find a text's partner among the others of its batch (InfoNCE, cosines
-times 20); its embeddings are compared with those of the softmax model as well. Each budget makes one row of ``--results`` and one
-model in ``OUT/BUDGET``; a row that is there is not made again.
+times 20); its embeddings are compared with those of the softmax model as well. Each budget makes, once, a row and ``OUT/BUDGET``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ held (``--attention 1.5``) or let go (``--attention learned``, from ``--release`
 while the density is above ``--density_target``; with ``--loss_budget`` density is the objective, and the pressure falls while the
 loss is further above the softmax model's than that. Alphas are then best free and sparse from the start (``--schedule abrupt
 --release 1.5 --softened true``): weights recover faster than alphas grow. A ``--model`` that is sparse already, e.g. from
-`hf_entmax.sparsify`, goes on from its own alphas; its teacher has the same weights and softmax. Another softmax model can teach instead
-(``--teacher``): the control, for one, which has learned from the same data already.
+`hf_entmax.sparsify`, goes on from its own alphas; its teacher has the same weights and softmax, or is another (``--teacher``).
 
 Each evaluation is a row of ``curve.csv`` (and of ``RESULTS_curve.csv`` beside ``--results``): before, after patching without any
 training, and on the way. The model kept is the last one: a conversion that stopped early would not be one.

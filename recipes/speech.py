@@ -5,7 +5,7 @@
         --distill 1 --train data/train/manifest.jsonl --dev data/dev/manifest.jsonl --test data/test/manifest.jsonl \
         data/real/manifest.jsonl --lr 1e-5 --warmup 5 --batch_size 8 --epochs 2 --out runs/whisper-sparse
     accelerate launch recipes/speech.py ... --attention softmax --out runs/whisper-softmax         # the control; several processes
-    python recipes/speech.py ... --train hub:OWNER/NAME@train --audio audio --text sentence --out runs/common-voice
+    python recipes/speech.py ... --train hub:OWNER/NAME@train --text sentence --out runs/common-voice
 
 Data: tables or JSON lines that name sound files (wav, flac, ogg, mp3; any rate) and what is said in them, or data sets of the Hub
 with a column of audio. Attention is softmax, a fixed alpha or learned, in all sites or in those of ``--sites``. The word and
@@ -23,7 +23,7 @@ import jiwer
 from accelerate.utils import send_to_device, set_seed
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
-from common.audio import Clip, Collator, check_clips, load_speech, read_clips
+from common.audio import Clip, Collator, check_clips, labelled, load_speech, read_clips
 from common.folder import open_folder, write_lines
 from common.heads import head_statistics
 from common.results import END, columns, finish, name_of
@@ -87,13 +87,6 @@ def error_rates(hypotheses: list[str], clips: list[Clip], language: str) -> dict
     return {"wer": 100 * jiwer.wer(said, heard), "cer": 100 * jiwer.cer(said, heard)}
 
 
-def labelled(clips: list[Clip], processor: Any, model: Any) -> list[dict[str, Any]]:
-    """Return clips with the token ids of what is said in them."""
-    ids = processor.tokenizer([clip.text for clip in clips])["input_ids"]
-    start = model.config.decoder_start_token_id  # the model puts it before the labels itself
-    return [{"clip": c, "labels": i[i[0] == start :]} for c, i in zip(clips, ids, strict=True)]
-
-
 def main(settings: Settings) -> None:
     wheres = dict(zip(names_of_sets(settings.test), settings.test, strict=True))
     train, dev, *tests = (
@@ -145,8 +138,8 @@ def main(settings: Settings) -> None:
     shown, collator.known = labelled(dev, processor, model), None  # the encoder's heads are looked at too
     batches = [send_to_device(collator(shown[i : i + 4]), best.device) for i in range(0, len(shown), 4)]
     measures |= head_statistics(best, batches, FIELDS)
-    card = {"task": "automatic-speech-recognition", "data": name_of(settings.train), "main_measures": ["wer", "cer"]}
-    finish(settings, "speech", FIELDS, measures, **card)
+    card = {"data": name_of(settings.train), "main_measures": ["wer", "cer"]}
+    finish(settings, "speech", FIELDS, measures, task="automatic-speech-recognition", **card)
 
 
 if __name__ == "__main__":

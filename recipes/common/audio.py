@@ -113,6 +113,13 @@ def seconds_heard(processor: Any) -> float | None:
     return getattr(processor.feature_extractor, "chunk_length", None)
 
 
+def labelled(clips: list[Clip], processor: Any, model: Any) -> list[dict[str, Any]]:
+    """Return examples for `Collator`: clips with the token ids of what is said in them."""
+    ids = processor.tokenizer([clip.text for clip in clips])["input_ids"]
+    start = model.config.decoder_start_token_id  # the model puts it before the labels itself
+    return [{"clip": c, "labels": i[i[0] == start :]} for c, i in zip(clips, ids, strict=True)]
+
+
 class Collator:
     """Batches of clips: what the encoder is given, or of an encoder that is frozen what it makes of each clip; and labels.
 
