@@ -19,11 +19,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jiwer
 from accelerate.utils import send_to_device, set_seed
-from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
-from common.audio import Clip, Collator, check_clips, labelled, load_speech, read_clips
+from common.audio import Collator, check_clips, error_rates, labelled, load_speech, read_clips
 from common.folder import open_folder, write_lines
 from common.heads import head_statistics
 from common.results import END, columns, finish, name_of
@@ -54,7 +52,9 @@ class Settings(RunSettings):
     sites: list[str] = option([], "where attention is sparse: encoder_self, cross, decoder_self; default: everywhere")
     softened: bool = option(False, "a temperature for each head, at which entmax starts about as sharp as the softmax")
     freeze_encoder: bool = option(False, "train the decoder alone")
+    task_weight: float = option(1.0, "weight of what was said; 0 learns from the original alone")
     distill: float = option(0.0, "weight of the distance to the original's output")
+    distill_encoder: float = option(0.0, "weight of the distance to the states of the original's encoder")
     density_target: float | None = option(None, "push until so few weights of a sparse module are left, mean over them")
     density_rate: float = option(0.1, "how fast that pressure grows, per step; a short training needs more")
 
@@ -62,7 +62,10 @@ class Settings(RunSettings):
         super().__post_init__()
         for name in ("model", "train", "dev", "test"):
             self.require(name, bool(getattr(self, name)), "given")
-        self.require_at_least(distill=0)
+        self.require_at_least(task_weight=0, distill=0, distill_encoder=0)
+        self.require(
+            "distill_encoder", not (self.distill_encoder and self.freeze_encoder), "left out: encoder is frozen"
+        )
         pressed = self.density_target is not None
         self.require("attention", not pressed or self.attention != "softmax", "sparse for a density_target")
         self.require("density_rate", pressed or self.density_rate == 0.1, "left out without a density_target")
@@ -71,20 +74,16 @@ class Settings(RunSettings):
     def conversion(self) -> ConversionCallback | None:
         """Return what adds a distance to the original or a pressure on the density to the loss, if either is asked for."""
         pressure = None if self.density_target is None else DensityTarget(self.density_target, self.density_rate)
-        return ConversionCallback(pressure, distill_logits=self.distill) if pressure or self.distill else None
+        distances = {"distill_logits": self.distill, "distill_encoder": self.distill_encoder}
+        if pressure is None and self.task_weight == 1 and not any(distances.values()):
+            return None
+        return ConversionCallback(pressure, task_weight=self.task_weight, **distances)
 
     def entmax(self) -> EntmaxConfig | None:
         """As all recipes, in the sites that were chosen."""
         config = super().entmax()
         soft = {"length_scaling": "constant", "length_scaling_init": "softmax"} if self.softened else {}
         return config and config.replace(sites=tuple(self.sites) or None, **soft)
-
-
-def error_rates(hypotheses: list[str], clips: list[Clip], language: str) -> dict[str, float]:
-    """Word and character error rate, %."""
-    normalised = EnglishTextNormalizer({}) if language == "en" else BasicTextNormalizer()
-    said, heard = ([normalised(text) for text in texts] for texts in ([clip.text for clip in clips], hypotheses))
-    return {"wer": 100 * jiwer.wer(said, heard), "cer": 100 * jiwer.cer(said, heard)}
 
 
 def main(settings: Settings) -> None:

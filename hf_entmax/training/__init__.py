@@ -14,6 +14,7 @@ from hf_entmax.training.distillation import (
     attention_pairs,
     logit_distillation,
     record_attention,
+    state_distillation,
 )
 from hf_entmax.training.loss_budget import LossBudgetCallback
 from hf_entmax.training.parameters import alpha_parameter_groups
@@ -39,4 +40,5 @@ __all__ = [
     "record_attention",
     "soft_density",
     "sparsify",
+    "state_distillation",
 ]

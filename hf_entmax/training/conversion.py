@@ -26,8 +26,12 @@ from hf_entmax.training.distillation import (
     Recorded,
     attention_distillation,
     attention_pairs,
+    encoder_states_of,
     logit_distillation,
+    logits_of,
+    loss_of,
     record_attention,
+    state_distillation,
     with_mask,
 )
 from hf_entmax.training.parameters import trains_weights
@@ -37,10 +41,11 @@ Distance = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclasses.dataclass
 class _Original:
-    """What the original made of a batch: its loss, its output, the weights of its attention; None is not needed."""
+    """What the original made of a batch: its loss, its output, its encoder's, the weights of its attention; None is not needed."""
 
     loss: Tensor | None
     logits: Tensor | None
+    states: Tensor | None
     seen: Recorded | None
 
 
@@ -49,15 +54,15 @@ class ConversionCallback(TrainerCallback, ExportableState):
 
     The model's loss becomes
 
-        task_weight loss + distill_logits D_out + distill_attention mean_m D_m + lam mean_h max(D_tau_h, floor)
+        task_weight loss + distill_logits D_out + distill_encoder D_enc + distill_attention mean_m D_m + lam mean_h max(D_tau_h, floor)
 
-    with the distances of `logit_distillation` (``D_out``) and `attention_distillation` (``D_m``, of each attention module) to the
-    original, and the stand-in `soft_density` (``D_tau_h``) for the density of each sparse head. ``constraint`` moves ``lam`` after every
-    optimiser step: a `DensityTarget` by the density of the step, a `LossBudget` by how far the loss is above the original's, or,
-    with ``task_weight=0``, by ``D_out``.
+    with the distances to the original of `logit_distillation` (``D_out``), `state_distillation` (``D_enc``, of the encoder of an
+    encoder-decoder) and `attention_distillation` (``D_m``, of each attention module), and the stand-in `soft_density` (``D_tau_h``) for
+    the density of each sparse head. ``constraint`` moves ``lam`` after every optimiser step: a `DensityTarget` by the density of the
+    step, a `LossBudget` by how far the loss is above the original's, or, with ``task_weight=0`` and ``distill_logits``, by ``D_out``.
 
-    With each report of the training loss come, after the callback's name, ``task`` (the loss without all this), ``logits`` and
-    ``attention`` (the distances), ``density`` (share of nonzero weights in the last step), ``multiplier`` and ``rise``. Training
+    With each report of the training loss come, after the callback's name, ``task`` (the loss without all this), ``logits``, ``encoder``
+    and ``attention`` (the distances), ``density`` (share of nonzero weights in the last step), ``multiplier`` and ``rise``. Training
     goes on from a checkpoint with the multiplier that it had.
 
     Args:
@@ -68,6 +73,8 @@ class ConversionCallback(TrainerCallback, ExportableState):
         task_weight: weight of the model's own loss, >= 0.
         distill_logits: weight of the distance of the outputs, >= 0.
         temperature: of that distance, > 0.
+        distill_encoder: weight of the distance of the encoder's outputs, >= 0. It keeps an encoder near the original on inputs of other
+            kinds than those it is trained on, where the task's loss alone would let it forget them.
         distill_attention: weight of the distance of the attention weights, mean over modules, >= 0.
         attention_loss: that distance, ``"kl"`` or ``"mse"``.
         distance: another distance of the outputs: a function of the model's logits, the original's, and the labels (None
@@ -94,6 +101,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
         task_weight: float = 1.0,
         distill_logits: float = 0.0,
         temperature: float = 1.0,
+        distill_encoder: float = 0.0,
         distill_attention: float = 0.0,
         attention_loss: str = "kl",
         distance: Distance | None = None,
@@ -105,13 +113,18 @@ class ConversionCallback(TrainerCallback, ExportableState):
         number = isinstance(reference, (int, float)) and not isinstance(reference, bool) and math.isfinite(reference)
         if not (number or reference == "softmax" or isinstance(reference, PreTrainedModel)):
             raise ValueError(f"reference={reference!r} is not allowed: give 'softmax', a finite loss, or a model.")
-        weights = {"task_weight": task_weight, "distill_logits": distill_logits, "distill_attention": distill_attention}
+        distances = {
+            "distill_logits": distill_logits,
+            "distill_encoder": distill_encoder,
+            "distill_attention": distill_attention,
+        }
+        weights = {"task_weight": task_weight, **distances}
         for name, weight in weights.items():
             if not 0 <= weight < math.inf:
                 raise ValueError(f"{name}={weight!r} is not allowed: give a weight of at least 0.")
         if not any(weights.values()):
             raise ValueError("task_weight=0 is not allowed where nothing is distilled: the model would learn nothing.")
-        if number and (distill_logits or distill_attention):
+        if number and any(distances.values()):
             raise ValueError(f"reference={reference!r} is a loss: to distil give 'softmax' or a model.")
         for name, value in (("temperature", temperature), ("tau", tau)):
             if not value > 0:
@@ -128,7 +141,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
                 "(restore_callback_states_from_checkpoint cannot make this callback again, and is not needed)."
             )
         self.constraint, self.reference = constraint, reference
-        self.task_weight, self.distill_logits, self.distill_attention = task_weight, distill_logits, distill_attention
+        self.task_weight, self.distill_logits, self.distill_encoder, self.distill_attention = weights.values()
         self.temperature, self.attention_loss, self.distance = temperature, attention_loss, distance
         self.tau, self.floor, self.after, self.dropout = tau, floor, after, dropout
         self._original: PreTrainedModel | None = reference if isinstance(reference, PreTrainedModel) else None
@@ -154,6 +167,8 @@ class ConversionCallback(TrainerCallback, ExportableState):
                 f"{type(self).__name__} reads the attention weights of each forward pass, which gradient_checkpointing does not "
                 "keep: set it to False."
             )
+        if self.distill_encoder and not model.config.is_encoder_decoder:
+            raise ValueError(f"distill_encoder is for encoder-decoder models, {type(model).__name__} is not one.")
         if not self._asked:
             if state.global_step and self._own_original and trains_weights(kwargs["model"], model):
                 raise ValueError(
@@ -233,10 +248,15 @@ class ConversionCallback(TrainerCallback, ExportableState):
         return self.constraint is not None or self.distill_attention > 0
 
     @property
+    def _distils(self) -> bool:
+        return max(self.distill_logits, self.distill_encoder, self.distill_attention) > 0
+
+    @property
     def _compares(self) -> bool:
         """Whether the original is asked about every batch."""
-        distils = self.distill_logits > 0 or self.distill_attention > 0
-        return distils or (isinstance(self.constraint, LossBudget) and not isinstance(self.reference, (int, float)))
+        return self._distils or (
+            isinstance(self.constraint, LossBudget) and not isinstance(self.reference, (int, float))
+        )
 
     @property
     def _own_original(self) -> bool:
@@ -267,7 +287,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
             self._open = None
         if output is None:  # the forward pass has raised
             return None
-        loss, share = _loss_of(output), self._share(kwargs)
+        loss, share = loss_of(output), self._share(kwargs)
         known, seen, labels = self._known, self._seen, kwargs.get("labels")
         self._known = self._seen = None
         self._last = {"task": float(loss.detach()) / share}
@@ -277,11 +297,18 @@ class ConversionCallback(TrainerCallback, ExportableState):
             rise = self._last["task"] - float(reference)  # type: ignore[arg-type]
         more = loss.new_zeros(())
         if self.distill_logits:
-            distance = self._distance(_logits_of(output), known.logits, labels)  # type: ignore[union-attr]
+            distance = self._distance(logits_of(output), known.logits, labels)  # type: ignore[union-attr]
             more = more + self.distill_logits * distance
             self._last["logits"] = float(distance.detach())
             # The loss of the task may rise as it likes where it is not trained.
             rise = rise if self.task_weight else self._last["logits"]
+        if self.distill_encoder:
+            states, mask = encoder_states_of(output, kwargs), kwargs.get("attention_mask")
+            # A mask over samples of sound is longer than the states: then all of them count.
+            mask = mask if mask is not None and mask.shape == states.shape[:-1] else None
+            distance = state_distillation(states, known.states, mask)  # type: ignore[union-attr]
+            more = more + self.distill_encoder * distance
+            self._last["encoder"] = float(distance.detach())
         if seen is not None:
             more = more + self._of_attention(module, with_mask(kwargs), seen, known, rise)
         # What the Trainer adds up over a step weighs each batch by its share of the step's tokens.
@@ -335,7 +362,7 @@ class ConversionCallback(TrainerCallback, ExportableState):
         model: Any = module if own else self._original
         device = next(module.parameters()).device
         # Its dropout would be another than the model's; only a loss is compared with one under dropout. Random numbers are put back.
-        training = self.dropout and not (self.distill_logits or self.distill_attention)
+        training = self.dropout and not self._distils
         self._busy = True
         try:
             with contextlib.ExitStack() as around:
@@ -353,7 +380,10 @@ class ConversionCallback(TrainerCallback, ExportableState):
                 output = model(*args, **kwargs)
                 compared = isinstance(self.constraint, LossBudget)
                 return _Original(
-                    _loss_of(output) if compared else None, _logits_of(output) if self.distill_logits else None, seen
+                    loss_of(output) if compared else None,
+                    logits_of(output) if self.distill_logits else None,
+                    encoder_states_of(output, kwargs) if self.distill_encoder else None,
+                    seen,
                 )
         finally:
             self._busy = False
@@ -377,20 +407,3 @@ class ConversionCallback(TrainerCallback, ExportableState):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise ValueError(
-            "the model has returned no loss of its own, to which something could be added: give batches with labels, and no "
-            "compute_loss_func or label_smoothing_factor to the Trainer."
-        )
-    return loss
-
-
-def _logits_of(output: Any) -> Tensor:
-    logits = output[1] if isinstance(output, tuple) else output.logits
-    if not isinstance(logits, Tensor):
-        raise ValueError("distill_logits compares logits, and the model has returned none.")
-    return logits

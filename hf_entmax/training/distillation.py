@@ -112,6 +112,33 @@ def attention_distillation(student: Tensor, teacher: Tensor, pairs: Tensor, kind
     return terms.sum() / count.clamp(min=1)
 
 
+def state_distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Measure how far the states of an encoder are from its teacher's: the fraction of their variance that is not explained.
+
+        D = sum_t |s_t - z_t|^2 / sum_t |z_t - mean_t z_t|^2
+
+    Args:
+        student: states ``s`` ``[B, T, d]``, floating point.
+        teacher: states ``z`` of the same shape; no gradient flows into them.
+        mask: ``[B, T]``, nonzero where a state counts; None counts all.
+
+    Returns:
+        Scalar: 0 for equal states, 1 where the student is as far off as the mean of the teacher's states is.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
+    if student.shape != teacher.shape or (mask is not None and mask.shape != student.shape[:-1]):
+        raise ValueError(
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask "
+            f"{None if mask is None else tuple(mask.shape)} do not fit: states [B, T, d] twice and [B, T] are needed."
+        )
+    kept = torch.ones_like(student[..., 0], dtype=torch.bool) if mask is None else mask != 0
+    own, other = student[kept].float(), teacher.detach()[kept].float()
+    spread = (other - other.mean(0)).square().sum()
+    return (own - other).square().sum() / spread.clamp(min=torch.finfo(torch.float32).tiny)
+
+
 @dataclass
 class Recorded:
     """The attention of one forward pass.
@@ -181,3 +208,35 @@ def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
     ):
         return {**batch, "attention_mask": (labels != -100).long()}
     return batch
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss that a model has computed itself."""
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ValueError(
+            "the model has returned no loss of its own, to which something could be added: give batches with labels, and no "
+            "compute_loss_func or label_smoothing_factor to the Trainer."
+        )
+    return loss
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a forward pass."""
+    logits = output[1] if isinstance(output, tuple) else output.logits
+    if not isinstance(logits, Tensor):
+        raise ValueError("distill_logits compares logits, and the model has returned none.")
+    return logits
+
+
+def encoder_states_of(output: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Return what the encoder of an encoder-decoder has made of a batch."""
+    if batch.get("encoder_outputs") is not None:
+        raise ValueError("distill_encoder trains the encoder, and the batch brings encoder_outputs: leave them out.")
+    states = getattr(output, "encoder_last_hidden_state", None)
+    if not isinstance(states, Tensor):
+        raise ValueError(
+            f"distill_encoder compares encoder_last_hidden_state, which {type(output).__name__} does not have: it is for "
+            "encoder-decoder models with return_dict."
+        )
+    return states

@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
 import torch
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
 from hf_entmax.analysis.reading.speech import RATE, read_audio, sounds_of_data_set
 from hf_entmax.analysis.reading.tables import HUB, find, read_rows
@@ -111,6 +113,13 @@ def check_clips(clips: list[Clip], processor: Any, model: Any) -> None:
 def seconds_heard(processor: Any) -> float | None:
     """Seconds that a model hears at once: Whisper 30 of whatever it is given, other models as much as there is (None)."""
     return getattr(processor.feature_extractor, "chunk_length", None)
+
+
+def error_rates(hypotheses: list[str], clips: list[Clip], language: str) -> dict[str, float]:
+    """Word and character error rate, %."""
+    normalised = EnglishTextNormalizer({}) if language == "en" else BasicTextNormalizer()
+    said, heard = ([normalised(text) for text in texts] for texts in ([clip.text for clip in clips], hypotheses))
+    return {"wer": 100 * jiwer.wer(said, heard), "cer": 100 * jiwer.cer(said, heard)}
 
 
 def labelled(clips: list[Clip], processor: Any, model: Any) -> list[dict[str, Any]]:

@@ -34,6 +34,9 @@ class ConversionSettings(TextSettings):
     task_weight: float = option(1.0, "weight of the task's own loss")
     distill_logits: float = option(0.0, "weight of the distance to the softmax model's output")
     temperature: float = option(1.0, "of that distance")
+    distill_encoder: float = option(
+        0.0, "encoder-decoders: weight of the distance to the softmax model's encoder states"
+    )
     distill_attention: float = option(0.0, "weight of the distance to the softmax model's attention, mean over modules")
     attention_loss: str = option("kl", "that distance: kl (student to teacher) or mse")
     density_target: float | None = option(None, "largest share of nonzero attention weights to train towards")
@@ -149,6 +152,7 @@ class ConversionSettings(TextSettings):
             task_weight=self.task_weight,
             distill_logits=self.distill_logits,
             temperature=self.temperature,
+            distill_encoder=self.distill_encoder,
             distill_attention=self.distill_attention,
             attention_loss=self.attention_loss,
             distance=distance,

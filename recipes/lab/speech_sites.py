@@ -43,10 +43,9 @@ from hf_entmax.training import calibrate_alphas
 from .rows import RECIPES, SITES, RowFile, made_by, pick
 
 sys.path.insert(0, str(RECIPES))  # recipes are scripts, and find what they share beside them
-from common.audio import RATE, Clip, Collator, labelled, load_speech, read_clips
+from common.audio import RATE, Clip, Collator, error_rates, labelled, load_speech, read_clips
 from common.batches import evenly
 from common.heads import head_statistics
-from speech import error_rates
 
 #: So many clips of a table are looked at to see which weights are left.
 SHOWN = 8

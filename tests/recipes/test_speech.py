@@ -109,6 +109,27 @@ def test_pressure_on_the_density_moves_learned_alphas_up(data, frozen):
 
 
 @pytest.mark.slow
+def test_the_original_alone_can_teach_the_encoder(data, capsys):
+    options = {
+        "attention": "1.8",
+        "sites": "encoder_self",
+        "task_weight": "0",
+        "distill_encoder": "1",
+        "weight_decay": "0",
+        "smoke": "false",
+    }
+    with pytest.raises(SystemExit):
+        parse(speech.Settings, "", command(data, **options, freeze_encoder="true"))
+    assert "distill_encoder" in capsys.readouterr().err
+    speech.main(parse(speech.Settings, "", command(data, **options, epochs=1)))
+    model = tf.AutoModelForSpeechSeq2Seq.from_pretrained(data / "run" / "model")
+    before, after = tf.AutoModelForSpeechSeq2Seq.from_pretrained(data / "tiny").state_dict(), model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed and all(name.startswith("model.encoder.") for name in changed)
+    assert "conversion/encoder" in (data / "run" / "trainer_state.json").read_text()
+
+
+@pytest.mark.slow
 def test_a_data_set_with_audio_and_a_softmax(data):
     sounds = [{"bytes": (data / f"{n}.flac").read_bytes(), "path": None} for n in range(3)]
     (data / "set").mkdir()

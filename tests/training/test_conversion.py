@@ -19,6 +19,7 @@ from hf_entmax.training import (
     logit_distillation,
     record_attention,
     soft_density,
+    state_distillation,
 )
 
 EIGHT = torch.utils.data.Subset(Rows(), range(8))
@@ -130,6 +131,59 @@ def test_a_softmax_model_learns_from_another_one_by_a_distance_of_ones_own(tmp_p
     assert losses[-1] < losses[0] and losses[0] == pytest.approx(trainer.state.log_history[0]["conversion/logits"])
 
 
+class Pairs(Rows):
+    """Rows whose last tokens are padding, as an encoder-decoder reads them."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) | {"attention_mask": (torch.arange(8) < 8 - i % 4).long()}
+
+
+def test_an_encoder_is_kept_near_the_original_one(tmp_path):
+    softmax = tiny.build("bart")
+    data = torch.utils.data.Subset(Pairs(), range(8))
+    batch = torch.utils.data.default_collate([data[i] for i in range(8)])
+    found = {}
+    for weight in (0.0, 3.0):
+        model = patch_model(copy.deepcopy(softmax), alpha_init=1.7)
+        with torch.no_grad():
+            states = [m(**batch).encoder_last_hidden_state for m in (model, softmax)]
+        wanted = float(state_distillation(*states, batch["attention_mask"]))
+        callback = ConversionCallback(task_weight=0.5, distill_encoder=weight, dropout=False)
+        trainer = _train(tmp_path, model, callback, steps=20, data=data, learning_rate=2e-3)
+        if weight:
+            first = trainer.state.log_history[0]
+            assert first["conversion/encoder"] == pytest.approx(wanted, rel=1e-4) and wanted > 0.01
+            assert first["loss"] == pytest.approx(0.5 * first["conversion/task"] + weight * wanted, rel=1e-4)
+        with torch.no_grad():
+            states = model.eval()(**batch).encoder_last_hidden_state
+        found[weight] = float(
+            state_distillation(states, softmax(**batch).encoder_last_hidden_state, batch["attention_mask"])
+        )
+    assert found[3.0] < 0.5 * found[0.0]
+
+
+def test_an_encoder_that_is_not_there_or_has_run_already_cannot_be_kept_near(tmp_path):
+    callback = ConversionCallback(distill_encoder=1.0)
+    with pytest.raises(ValueError, match="distill_encoder is for encoder-decoder models, LlamaForCausalLM is not one"):
+        _train(tmp_path, patch_model(tiny.build("llama")), callback, steps=1)
+    model = tiny.build("bart")
+    states = model.get_encoder()(input_ids=Rows().ids[:8]).last_hidden_state.detach()
+
+    class Run(Rows):
+        def __getitem__(self, i):
+            return {"labels": self.ids[i], "encoder_outputs": states[i % 8]}
+
+    collate = lambda rows: {**torch.utils.data.default_collate(rows), "encoder_outputs": (states,)}  # noqa: E731
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, remove_unused_columns=False
+    )
+    trainer = tf.Trainer(
+        patch_model(model), arguments, collate, Run(), callbacks=[ConversionCallback(distill_encoder=1.0)]
+    )
+    with pytest.raises(ValueError, match="the batch brings encoder_outputs"):
+        trainer.train()
+
+
 def test_without_dropout_two_steps_on_the_same_rows_have_the_same_loss(tmp_path):
     model = patch_model(tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=tiny.VOCAB, n_embd=16, n_layer=1, n_head=2)))
     losses = {}
@@ -164,6 +218,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
         (dict(task_weight=0.0), "the model would learn nothing"),
         (dict(distill_logits=float("nan")), "distill_logits=nan"),
         (dict(reference=1.0, distill_logits=1.0), "to distil give 'softmax' or a model"),
+        (dict(distill_encoder=-1.0), "distill_encoder=-1.0"),
+        (dict(reference=1.0, distill_encoder=1.0), "to distil give 'softmax' or a model"),
         (dict(temperature=0.0), "temperature=0.0"),
         (dict(attention_loss="l1"), "attention_loss='l1'"),
         (dict(after=1.5), "after=1.5"),

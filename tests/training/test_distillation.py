@@ -18,6 +18,7 @@ from hf_entmax.training import (
     logit_distillation,
     record_attention,
     soft_density,
+    state_distillation,
 )
 
 
@@ -55,6 +56,25 @@ def test_bad_logits():
         logit_distillation(torch.randn(2, 5), torch.randn(2, 6), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match=r"temperature=0\.0"):
         logit_distillation(torch.randn(2, 5), torch.randn(2, 5), torch.zeros(2, dtype=torch.long), temperature=0.0)
+
+
+def test_states_are_compared_by_the_variance_that_is_not_explained():
+    teacher, mask = 5 + torch.randn(2, 7, 3), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 4:] = 0
+    kept = teacher[mask == 1]
+    mean = kept.mean(0).expand_as(teacher).clone().requires_grad_()
+    loss = state_distillation(mean, teacher, mask)
+    assert loss.item() == pytest.approx(1.0, rel=1e-5) and state_distillation(teacher, teacher, mask) == 0
+    (gradient,) = torch.autograd.grad(loss, mean)
+    spread = (kept - kept.mean(0)).square().sum()
+    assert (
+        torch.allclose(gradient[0], 2 * (mean - teacher)[0].detach() / spread, atol=1e-6) and not gradient[1, 4:].any()
+    )
+    assert state_distillation(teacher + 1, teacher) == pytest.approx(
+        42 / float((teacher - teacher.mean((0, 1))).square().sum())
+    )
+    with pytest.raises(ValueError, match=r"mask \(2, 6\) do not fit"):
+        state_distillation(teacher, teacher, mask[:, :6])
 
 
 @pytest.mark.parametrize("kind", ["kl", "mse"])
