@@ -1,16 +1,18 @@
-"""Speech with known words, and where they are known their times: text spoken by programs, or recordings with TextGrids.
+"""Speech with its words, and where they are known their times: text spoken by programs, recordings with TextGrids or without any.
 
     apt-get install festival festvox-us-slt-hts flite espeak-ng
     python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/train.en.gz data/train --clips 200 --seed 1
     python -m recipes.lab.spoken_text speak mt/multi30k_task1_raw/test_2016_flickr.en.gz data/test --clips 40 --seed 2 --voices festival
     python -m recipes.lab.spoken_text textgrids recordings data/real --texts recipes/data/recordings.tsv
+    python -m recipes.lab.spoken_text heard models/whisper-tiny.en more_recordings data/heard
 
 ``speak`` has each clip spoken by one voice: a few lines of the text, at a speed of its own, half of the clips with white noise; with
 ``--fillers`` also "um" and "uh", which are not in the text. Festival says when each word begins and ends. ``textgrids`` reads wav or
 flac files beside TextGrids with a tier ``words``, or beside a ``.lab`` with the words alone, or with lines in ``--texts`` (columns
 ``file``, ``start``, ``end``, ``text``: seconds to cut out, what is said in them; ``recordings.tsv`` has those of the guide to
-speech). Both write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file beside it), ``text``, ``voice`` and, where they
-are known, ``words``: lists of a word, its start and its end in seconds.
+speech). ``heard`` cuts recordings of which nothing is known into pieces that overlap, and has a model write what it hears in them: to
+distil that model, nobody else has to have written it. All write audio at 16 kHz and ``manifest.jsonl`` with ``audio`` (a file beside
+it), ``text``, ``voice`` and, where they are known, ``words``: lists of a word, its start and its end in seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from typing import Any
 
 import numpy as np
 import soundfile
+import torch
 
 from hf_entmax.analysis.reading.tables import find, read_lines, read_rows
 
 from .rows import RECIPES
 
 sys.path.insert(0, str(RECIPES))  # recipes are scripts, and find what they share beside them
-from common.audio import RATE, read_audio
+from common.audio import RATE, load_speech, read_audio
 
 FESTIVAL = """(voice_cmu_us_slt_arctic_hts)
 (set! spoken (utt.synth (Utterance Text {text})))
@@ -139,6 +142,23 @@ def recorded_clips(settings: argparse.Namespace) -> Any:
             yield samples[round(start * RATE) : round(end * RATE)], text, "recording", inside
 
 
+@torch.no_grad()
+def heard_clips(settings: argparse.Namespace) -> Any:
+    """Yield the clips of ``heard``: pieces with any words in them."""
+    processor, model = load_speech(settings.model, settings.language)
+    size, step = (round(seconds * RATE) for seconds in (settings.seconds, settings.step))
+    for path in sorted(p for p in settings.folder.rglob("*") if p.suffix in (".wav", ".flac", ".ogg", ".mp3")):
+        samples = read_audio(path)
+        for start in range(0, max(len(samples) - size, 0) + step, step):
+            piece = samples[start : start + size]
+            if len(piece) < RATE:  # a second says too little
+                continue
+            given = processor.feature_extractor(piece, sampling_rate=RATE, return_tensors="pt")
+            text = processor.batch_decode(model.generate(**given), skip_special_tokens=True)[0].strip()
+            if text:
+                yield piece, text, "recording", []
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -154,11 +174,20 @@ def main(arguments: list[str] | None = None) -> None:
     grids.add_argument("folder", type=Path)
     grids.add_argument("out", type=Path)
     grids.add_argument("--texts", type=Path, help="table of parts of recordings and what is said in them")
+    heard = commands.add_parser("heard", help="recordings, and what a model hears in them")
+    heard.add_argument("model", help="folder or Hub id")
+    heard.add_argument("folder", type=Path, help="with sound files, in folders of their own or not")
+    heard.add_argument("out", type=Path)
+    heard.add_argument("--seconds", type=float, default=15.0, help="of a piece")
+    heard.add_argument(
+        "--step", type=float, default=10.0, help="seconds from the start of one piece to that of the next"
+    )
+    heard.add_argument("--language", default="en")
     settings = parser.parse_args(arguments)
     settings.out.mkdir(parents=True, exist_ok=True)
     seconds = 0.0
     with (settings.out / "manifest.jsonl").open("w", encoding="utf-8") as manifest:
-        clips = {"speak": spoken_clips, "textgrids": recorded_clips}[settings.command](settings)
+        clips = {"speak": spoken_clips, "textgrids": recorded_clips, "heard": heard_clips}[settings.command](settings)
         for number, (samples, text, voice, words) in enumerate(clips):
             path = settings.out / f"{number:04}.flac"
             soundfile.write(path, samples, RATE)
