@@ -18,6 +18,8 @@ from hf_entmax.generation import SamplingMetrics
 from hf_entmax.ops import entmax
 
 Block = dict[str, list[int]]
+#: A batch that is only measured may have so many logits: half a gigabyte in float32.
+LOGITS = 2**27
 
 
 @dataclasses.dataclass
@@ -144,7 +146,7 @@ def read_splits(settings: Any) -> dict[str, list[str]]:
     return {split: read_text(settings.data.replace("{split}", name), settings.column) for split, name in names.items()}
 
 
-def text_measures(model: Any, blocks: list[Block], words: int | None, size: int = 16) -> dict[str, float]:
+def text_measures(model: Any, blocks: list[Block], words: int | None) -> dict[str, float]:
     """Measure how well a model predicts a text; the processes share the work.
 
     ``perplexity`` is infinite where the model gives a token that occurs the probability 0; ``ruled_out`` is the share of such
@@ -155,8 +157,9 @@ def text_measures(model: Any, blocks: list[Block], words: int | None, size: int 
         model: not wrapped.
         blocks: of the text.
         words: of the text, as `encode` counts them; None or 0 leaves out the measures per word.
-        size: blocks in a batch.
     """
+    row = max((len(block["input_ids"]) for block in blocks), default=1) * model.config.get_text_config().vocab_size
+    size = min(16, max(1, LOGITS // row))
     metrics = SamplingMetrics.for_model(model)
 
     def sums(part: list[Block]) -> Tensor:

@@ -138,7 +138,7 @@ def test_unknown_words_leave_the_column_empty(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
-def test_measures_are_those_of_the_library(data, tmp_path, alpha):
+def test_measures_are_those_of_the_library(data, tmp_path, alpha, monkeypatch):
     given = settings(data, tmp_path / "run", output_alpha=alpha)
     tokenizer = lm.train_tokenizer(read_text(data.replace("{split}", "train")), 320)
     ids, words = text_blocks.encode(read_text(data.replace("{split}", "test")), tokenizer)
@@ -148,7 +148,11 @@ def test_measures_are_those_of_the_library(data, tmp_path, alpha):
         model.transformer.wte.weight.mul_(5)  # so that 1.5-entmax rules words out
     if alpha != 1.0:
         patch_model(model, alpha=1.0, output_alpha=alpha)
-    found = lm.text_measures(model, blocks, words, size=5)
+    sizes = []
+    model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.numel()))
+    monkeypatch.setattr(text_blocks, "LOGITS", 5 * 24 * model.config.vocab_size)
+    found = lm.text_measures(model, blocks, words)
+    assert max(sizes) == text_blocks.LOGITS and len(sizes) == -(-len(blocks) // 5)
     logits, labels = [], []
     for block in blocks:
         ids = torch.tensor([block["input_ids"]])
