@@ -17,6 +17,7 @@ and where the encoder's output has one length, as Whisper's has, each clip is he
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from accelerate.utils import send_to_device, set_seed
@@ -43,7 +44,7 @@ class Settings(RunSettings):
     """Settings of this recipe, beside those that all share."""
 
     model: str = option("", "pretrained speech model that writes text: Hub id or folder")
-    train: str = option("", "clips to train on")
+    train: list[str] = option([], "clips to train on; several sets are one")
     dev: str = option("", "clips that choose the best epoch")
     test: list[str] = option([], "clips to test on; several sets")
     audio: str = option("audio", "column of the sound: a file, relative to the table, or a data set's audio")
@@ -88,9 +89,9 @@ class Settings(RunSettings):
 
 def main(settings: Settings) -> None:
     wheres = dict(zip(names_of_sets(settings.test), settings.test, strict=True))
-    train, dev, *tests = (
-        read_clips(w, settings.audio, settings.text) for w in (settings.train, settings.dev, *wheres.values())
-    )
+    read = functools.partial(read_clips, audio=settings.audio, text=settings.text)
+    train, dev = [clip for where in settings.train for clip in read(where)], read(settings.dev)
+    tests = [read(where) for where in wheres.values()]
     if settings.smoke:
         train, dev, tests = train[:4], dev[:2], [clips[:2] for clips in tests]
     processor, model = load_speech(settings.model, settings.language)
@@ -129,7 +130,7 @@ def main(settings: Settings) -> None:
     measures: dict[str, Any] = trainer.summary() | {
         "model": settings.model,
         "sites": " ".join(settings.sites),
-        "data": settings.train,
+        "data": " ".join(settings.train),
         "dev_wer": round(-trainer.best, 2),
         **{name: round(rate, 2) for name, rate in next(iter(rates.values())).items()},
         "tests": " ".join(f"{name}:wer={r['wer']:.2f},cer={r['cer']:.2f}" for name, r in rates.items()),
@@ -137,7 +138,7 @@ def main(settings: Settings) -> None:
     shown, collator.known = labelled(dev, processor, model), None  # the encoder's heads are looked at too
     batches = [send_to_device(collator(shown[i : i + 4]), best.device) for i in range(0, len(shown), 4)]
     measures |= head_statistics(best, batches, FIELDS)
-    card = {"data": name_of(settings.train), "main_measures": ["wer", "cer"]}
+    card = {"data": ", ".join(map(name_of, settings.train)), "main_measures": ["wer", "cer"]}
     finish(settings, "speech", FIELDS, measures, task="automatic-speech-recognition", **card)
 
 
