@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import soundfile
+from tiny_speech import RATE, tiny_processor
 
 from recipes.lab import spoken_text
 
@@ -98,3 +99,26 @@ def test_festival_says_when_each_word_was_said(tmp_path):
         assert [word for word, *_ in row["words"]] == ["The", "man's", "dog", "isn't", "here"]
         times = [time for _, *pair in row["words"] for time in pair]
         assert times == sorted(times) and times[0] > 0 and times[-1] < seconds
+
+
+def test_recordings_of_which_nothing_is_known_come_with_what_a_model_hears(tmp_path, monkeypatch):
+    processor, heard = tiny_processor(), []
+
+    class Model:
+        def generate(self, input_features):
+            heard.append(input_features)
+            text = "to be" if len(heard) != 2 else ""
+            return [processor.tokenizer(text)["input_ids"]]
+
+    monkeypatch.setattr(spoken_text, "load_speech", lambda name, language: (processor, Model()))
+    samples = 0.1 * np.random.default_rng(0).standard_normal(round(3.2 * RATE))
+    (tmp_path / "in" / "deeper").mkdir(parents=True)
+    soundfile.write(tmp_path / "in" / "deeper" / "long.wav", samples, RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "in" / "short.wav", samples[: RATE // 2], RATE)
+    places = [str(tmp_path / "in"), str(tmp_path / "out")]
+    spoken_text.main(["heard", "tiny", *places, "--seconds", "1.5", "--step", "1"])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
+    assert len(heard) == 3 and [line["text"] for line in lines] == ["to be", "to be"]  # the second piece says nothing
+    for line, (start, end) in zip(lines, ((0, 1.5), (2, 3.2)), strict=True):
+        piece, rate = soundfile.read(tmp_path / "out" / line["audio"])
+        assert rate == RATE and np.abs(piece - samples[round(start * RATE) : round(end * RATE)]).max() < 1e-3
