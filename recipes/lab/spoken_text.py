@@ -145,6 +145,10 @@ def recorded_clips(settings: argparse.Namespace) -> Any:
 @torch.no_grad()
 def heard_clips(settings: argparse.Namespace) -> Any:
     """Yield the clips of ``heard``: pieces with any words in them."""
+    if not 0 < settings.step <= settings.seconds <= LONGEST:
+        raise SystemExit(
+            f"--step {settings.step:g} --seconds {settings.seconds:g}: a piece has at most {LONGEST:g} seconds, and a step at most a piece."
+        )
     processor, model = load_speech(settings.model, settings.language)
     size, step = (round(seconds * RATE) for seconds in (settings.seconds, settings.step))
     for path in sorted(p for p in settings.folder.rglob("*") if p.suffix in (".wav", ".flac", ".ogg", ".mp3")):

@@ -122,3 +122,6 @@ def test_recordings_of_which_nothing_is_known_come_with_what_a_model_hears(tmp_p
     for line, (start, end) in zip(lines, ((0, 1.5), (2, 3.2)), strict=True):
         piece, rate = soundfile.read(tmp_path / "out" / line["audio"])
         assert rate == RATE and np.abs(piece - samples[round(start * RATE) : round(end * RATE)]).max() < 1e-3
+    for wrong in (("--seconds", "40"), ("--step", "0"), ("--step", "20")):
+        with pytest.raises(SystemExit, match=r"at most 28 seconds, and a step at most a piece"):
+            spoken_text.main(["heard", "tiny", *places, *wrong])
